@@ -1,0 +1,336 @@
+"""Settings: frozen, explained field by field, checked once where they are made; the same object from flags, TOML or a record.
+
+Every setting has one flat name (`eps_clip` in TOML, `--eps-clip` on the command line). `settings_from` builds and checks the
+whole from flat values; `to_flat` and `to_toml` give them back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from aggcli.errors import SettingError, nearest
+
+MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
+DEFAULT_LAYOUTS = ("dp1:first-fit", "dp2:interleaved", "dp2:contiguous", "dp4:balanced")
+PARTITION_RULES = ("first-fit", "interleaved", "contiguous", "balanced")
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_aggregation": "sample_mean", "advantages": "grpo", "eps_clip": 0.2},
+    "dapo": {"loss_aggregation": "prompt_mean", "advantages": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28},
+    "dr_grpo": {"loss_aggregation": "constant", "advantages": "mean_only", "eps_clip": 0.2},
+}
+"""What each recipe sets unless a flag or the config file says otherwise (DeepSeekMath; DAPO; Dr.GRPO)."""
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """The loss: how tokens are weighted, clipped and penalised."""
+
+    loss_aggregation: str = "sample_mean"
+    """Aggregation mode of pg_loss: sample_mean, prompt_mean, token_mean or constant."""
+    prompt_mean_scale: Literal["rollouts", "prompts"] = "rollouts"
+    """prompt_mean's absolute scale: `rollouts` = 1/(N*T_p), `prompts` = 1/(P*T_p), the strict mean over prompts."""
+    loss_aggregation_divisor: float | None = None
+    """The L of `constant` = 1/(N*L), in tokens."""
+    calculate_per_token_loss: bool = False
+    """The same thing as token_mean; each sets the other."""
+    custom_pg_loss_reducer_function_path: str | None = None
+    """`pkg.mod:fn`, a reducer with slime's signature; takes precedence over the mode."""
+    custom_reducer_scale: Literal["none", "rollouts"] = "none"
+    """`none`: the reducer's output is the step loss; `rollouts`: it is divided by N afterwards, as slime does."""
+    metric_aggregation: Literal["sample_mean", "matched"] = "sample_mean"
+    """`sample_mean`: metrics compare across modes (token_mean: per token); `matched`: metrics use the loss's weights."""
+    advantages: Literal["auto", "recorded", "grpo", "mean_only"] = "auto"
+    """grpo = (reward - group mean)/(std + 1e-6), std with n-1; mean_only = without std; recorded = the file's own;
+    auto = the file's own where it has them, else grpo."""
+    eps_clip: float = 0.2
+    """The ratio is clipped from below at 1 - eps_clip."""
+    eps_clip_high: float | None = None
+    """The ratio is clipped from above at 1 + eps_clip_high; default: eps_clip."""
+    eps_clip_c: float | None = None
+    """Dual clip: for negative advantages the loss is at most -eps_clip_c * advantage; must exceed 1. Off by default."""
+    kl_coef: float = 0.0
+    """Weight of kl_loss in the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL to the reference (Schulman, 2020)."""
+    kl_unbiased: bool = False
+    """Multiply the KL estimate by the importance ratio, which makes its gradient unbiased off-policy."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(1 - eps_clip, 1 + eps_clip_high)."""
+        high = self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+        return 1.0 - self.eps_clip, 1.0 + high
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """The parallel layout in force, and those each step is recorded under as well."""
+
+    dp: int = 1
+    """Data-parallel ranks of the layout in force; more than one rank runs on real processes."""
+    cp: int = 1
+    """Context-parallel ranks per data-parallel rank."""
+    partition: Literal["first-fit", "interleaved", "contiguous", "balanced"] = "first-fit"
+    """How the layout in force deals samples to data-parallel ranks."""
+    layouts: tuple[str, ...] | None = None
+    """Layouts to record each step under; default: the four default ones, and the recorded layout of a train dump."""
+    max_tokens_per_gpu: int | None = None
+    """Token budget of a micro-batch per context-parallel rank; default: one micro-batch a rank."""
+    micro_batch_size: int | None = None
+    """Samples of a micro-batch, instead of a token budget."""
+    global_batch_size: int | None = None
+    """Rollouts of one optimizer step; default: the whole file."""
+
+
+@dataclass(frozen=True)
+class SyntheticConfig:
+    """Rollouts drawn from a seed, for layout experiments and for people without a dump."""
+
+    synthetic_steps: int = 1
+    """Number of steps."""
+    synthetic_prompts: int = 16
+    """Prompt groups of a step."""
+    synthetic_group_size: str = "8"
+    """Rollouts of a group: a number, or a range such as 4-12 drawn evenly."""
+    synthetic_length: float = 64.0
+    """Median response length, in tokens."""
+    synthetic_length_sigma: float = 0.6
+    """Spread of the lognormal length law: standard deviation of log length."""
+    synthetic_tail: float = 0.05
+    """Share of responses from a heavy (Pareto, exponent 1.5) tail that starts at the median."""
+    synthetic_max_length: int = 1024
+    """Responses are cut here, in tokens."""
+    synthetic_accuracy: float = 0.5
+    """Mean chance that a rollout is right; groups differ."""
+    synthetic_length_correctness: float = -0.3
+    """Correlation between log length and being right, -1 to 1; negative: wrong answers are longer."""
+    synthetic_fanout: float = 0.0
+    """Share of rollouts split into two or three training samples."""
+    synthetic_masked: float = 0.0
+    """Share of response tokens masked out, as tool output is."""
+    synthetic_off_policy: float = 0.0
+    """Standard deviation of log_probs - old_log_probs, in nats; 0 is exactly on-policy."""
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """Where rollouts come from and how they are read."""
+
+    rollouts: tuple[str, ...] = ()
+    """Files, folders or globs of recorded rollouts, each file one step; or `synthetic`."""
+    rollout_format: str | None = None
+    """Reader to use instead of detecting the format."""
+    include_eval: bool = False
+    """Read slime's `eval_` files too."""
+    reward_key: str | None = None
+    """Key of the reward when it is an object."""
+    group_size: int | None = None
+    """Group every this many consecutive rollouts where a file has no group_index."""
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """Everything a replay depends on."""
+
+    source: SourceConfig = field(default_factory=SourceConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    recipe: Literal["grpo", "dapo", "dr_grpo"] | None = None
+    """A set of objective settings; single flags win over it."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
+    """Arithmetic of the per-token quantities."""
+    seed: int = 0
+    """Seed of everything drawn."""
+    correct_threshold: float = 1.0
+    """A rollout is correct when its raw reward is at least this (tolerance 1e-6)."""
+    max_response_length: int | None = None
+    """Response limit, in tokens: what correct_length/p25..p100 are shares of, and the divisor that recipe dr_grpo takes;
+    default: the longest response in the source."""
+    log_correct_samples: bool = False
+    """Record the sorted response lengths of the correct samples of each rank too."""
+
+
+def settings_from(given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> ReplayConfig:
+    """Build and check settings from flat values.
+
+    Precedence: `given` (flags and config file), then the recipe, then `defaults`, then the fields' own defaults. Values of
+    None count as not given. Raises `SettingError` naming the setting that is unknown, of the wrong type or out of range.
+    """
+    asked = {name: value for name, value in given.items() if value is not None}
+    for name in asked:
+        if name not in FIELDS:
+            raise SettingError(f"unknown setting '{name}'{nearest(name, FIELDS)}")
+    recipe = asked.get("recipe")
+    if recipe is not None and recipe not in RECIPES:
+        raise SettingError(f"unknown recipe '{recipe}'{nearest(str(recipe), RECIPES)}")
+    values = {**(defaults or {}), **RECIPES.get(str(recipe), {}), **asked}
+    values.update(_one_thing(asked, values))
+    config = _build(ReplayConfig, values)
+    _check(config, asked)
+    return config
+
+
+def _one_thing(asked: Mapping[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """token_mean and --calculate-per-token-loss set each other; contradictions are refused."""
+    mode, per_token = asked.get("loss_aggregation"), values.get("calculate_per_token_loss")
+    if per_token is False and "calculate_per_token_loss" in asked and mode == "token_mean":
+        raise SettingError("--loss-aggregation token_mean is --calculate-per-token-loss; drop one of the two")
+    if per_token and mode not in (None, "token_mean"):
+        raise SettingError(
+            f"--calculate-per-token-loss is token_mean and cannot go with --loss-aggregation {mode}; drop one of the two"
+        )
+    if per_token:
+        return {"loss_aggregation": "token_mean"}
+    return {"calculate_per_token_loss": values.get("loss_aggregation") == "token_mean"}
+
+
+def _check(config: ReplayConfig, asked: Mapping[str, object]) -> None:
+    objective, layout, synthetic = config.objective, config.layout, config.source.synthetic
+    if objective.loss_aggregation not in MODES:
+        mode = objective.loss_aggregation
+        raise SettingError(f"unknown loss aggregation '{mode}'{nearest(mode, MODES)}")
+    check_divisor(objective.loss_aggregation_divisor)
+    _need("eps_clip", objective.eps_clip, 0 < objective.eps_clip < 1, "above 0 and below 1")
+    if objective.eps_clip_high is not None:
+        _need("eps_clip_high", objective.eps_clip_high, 0 < objective.eps_clip_high < math.inf, "a positive number")
+    if objective.eps_clip_c is not None:
+        _need("eps_clip_c", objective.eps_clip_c, 1 < objective.eps_clip_c < math.inf, "above 1")
+    for name in ("kl_coef", "entropy_coef"):
+        value = getattr(objective, name)
+        _need(name, value, 0 <= value < math.inf, "a finite number of at least 0")
+    for name in ("dp", "cp", "max_tokens_per_gpu", "micro_batch_size", "global_batch_size"):
+        value = getattr(layout, name)
+        _need(name, value, value is None or value >= 1, "at least 1")
+    if layout.max_tokens_per_gpu is not None and layout.micro_batch_size is not None:
+        raise SettingError("--max-tokens-per-gpu and --micro-batch-size are two ways to cut micro-batches; give one")
+    for name in ("group_size", "max_response_length"):
+        value = getattr(config.source if name == "group_size" else config, name)
+        _need(name, value, value is None or value >= 1, "at least 1")
+    _need("correct_threshold", config.correct_threshold, math.isfinite(config.correct_threshold), "a finite number")
+    for name in ("synthetic_steps", "synthetic_prompts", "synthetic_max_length"):
+        value = getattr(synthetic, name)
+        _need(name, value, value >= 1, "at least 1")
+    for name in ("synthetic_tail", "synthetic_accuracy", "synthetic_fanout", "synthetic_masked"):
+        value = getattr(synthetic, name)
+        _need(name, value, 0 <= value <= 1, "between 0 and 1")
+    _need(
+        "synthetic_length_correctness",
+        synthetic.synthetic_length_correctness,
+        -1 <= synthetic.synthetic_length_correctness <= 1,
+        "between -1 and 1",
+    )
+    for name in ("synthetic_length", "synthetic_length_sigma", "synthetic_off_policy"):
+        value = getattr(synthetic, name)
+        _need(name, value, 0 <= value < math.inf, "a finite number of at least 0")
+
+
+def check_divisor(divisor: float | None) -> None:
+    """Refuse a divisor that is zero, negative, NaN or infinite; None is judged by whoever needs one."""
+    if divisor is not None and not (math.isfinite(divisor) and divisor > 0):
+        raise SettingError(
+            f"--loss-aggregation-divisor {divisor:g}: must be a positive finite number of tokens, such as the response limit"
+        )
+
+
+def _need(name: str, value: object, holds: bool, what: str) -> None:
+    if not holds:
+        raise SettingError(f"{flag(name)} {value}: must be {what}")
+
+
+def flag(name: str) -> str:
+    """`eps_clip` -> `--eps-clip`."""
+    return "--" + name.replace("_", "-")
+
+
+# -- flat values ----------------------------------------------------------------------------------------------------
+
+
+def _flat_fields(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        hint = hints[item.name]
+        found.update(_flat_fields(hint) if dataclasses.is_dataclass(hint) else {item.name: hint})
+    return found
+
+
+FIELDS = _flat_fields(ReplayConfig)
+"""Every setting by its flat name, with its type."""
+
+
+def _build(cls: type, values: Mapping[str, object]) -> Any:
+    hints = typing.get_type_hints(cls)
+    made: dict[str, object] = {}
+    for item in dataclasses.fields(cls):
+        hint = hints[item.name]
+        if dataclasses.is_dataclass(hint):
+            made[item.name] = _build(typing.cast(type, hint), values)
+        elif item.name in values:
+            made[item.name] = _coerced(item.name, values[item.name], hint)
+    return cls(**made)
+
+
+def _coerced(name: str, value: object, hint: Any) -> object:
+    """`value` as the type `hint`, or a `SettingError` that says what was expected."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in options:
+            return None
+        return _coerced(name, value, next(option for option in options if option is not type(None)))
+    if origin is Literal:
+        if value in options:
+            return value
+        raise SettingError(f"{flag(name)} '{value}' is not one of its values{nearest(str(value), options)}")
+    if origin is tuple:
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
+            return tuple(items)
+        raise SettingError(f"{flag(name)} {value!r}: must be a list of texts")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if type(value) is not hint:
+        raise SettingError(f"{flag(name)} {value!r}: must be of type {hint.__name__}")
+    return value
+
+
+def to_flat(config: Any) -> dict[str, object]:
+    """The settings as flat names and plain values."""
+    flat: dict[str, object] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        flat.update(to_flat(value) if dataclasses.is_dataclass(value) else {item.name: value})
+    return flat
+
+
+def read_toml(path: Path) -> dict[str, object]:
+    """Flat settings from a TOML file; raises `SettingError` for a file that is missing or not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingError(f"--config {path}: is not valid TOML ({error})") from error
+
+
+def to_toml(config: ReplayConfig) -> str:
+    """The settings as TOML that `--config` reads back; what is unset is left out."""
+    lines = []
+    for name, value in to_flat(config).items():
+        if value is not None:
+            shown = list(value) if isinstance(value, tuple) else value
+            lines.append(f"{name} = {json.dumps(shown)}")  # JSON texts, numbers, booleans and lists are TOML too
+    return "\n".join(lines) + "\n"

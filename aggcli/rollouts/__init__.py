@@ -1,0 +1,1 @@
+"""Rollouts: the batch type, and where batches come from."""

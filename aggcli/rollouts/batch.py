@@ -1,0 +1,247 @@
+"""The batch type: ragged, flat, frozen, and checked once.
+
+Axis letters at the end of a tensor's name, used all over the project:
+
+    S  training samples of the batch        T  response tokens, flat, sample after sample
+    U  prompt and response tokens, flat     R  runs of a stack
+    G  rollouts (dense ids)                 P  prompt groups (dense ids)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aggcli.errors import RolloutError, some
+
+NO_GROUP = -1
+"""`group_S` of a sample whose `group_index` is missing; never a group of its own."""
+
+TOKEN_FIELDS = (
+    "log_probs_T",
+    "old_log_probs_T",
+    "ref_log_probs_T",
+    "rollout_log_probs_T",
+    "entropy_T",
+    "advantages_T",
+)
+"""Optional per-token numbers; each is None where the source has none."""
+
+
+@dataclass(frozen=True)
+class RecordedLayout:
+    """The data-parallel layout that a dump says was really used (slime train dumps).
+
+    `steps[i].partitions[r]` are the sample positions (in the batch) of rank r in optimizer step i, in the rank's own order;
+    `steps[i].micro_batches[r]` are lists of positions *in that partition*.
+    """
+
+    steps: tuple[RecordedStep, ...]
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One optimizer step of a recorded layout; see `RecordedLayout`."""
+
+    partitions: tuple[tuple[int, ...], ...]
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The source's own names for dense ids: `rollout_id`s by dense rollout, `group_index`es by dense group."""
+
+    rollouts: tuple[object, ...] = ()
+    groups: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """The samples of one recorded or sampled rollout step.
+
+    Per sample (`_S`, int64 unless said): `response_length_S` and `total_length_S` in tokens; `rollout_S` dense rollout ids
+    (siblings of a fan-out share one); `group_S` dense prompt-group ids or `NO_GROUP`; `run_S` the run of a stack;
+    `reward_S` float64, NaN where a sample is unscored, None where the source has no rewards at all; `position_S` the
+    sample's position in the source, for messages.
+
+    Per response token (`_T`, flat): `loss_mask_T` bool, and the optional floats of `TOKEN_FIELDS` (log-probabilities in
+    nats of the current policy, of the policy that sampled, of the reference and of the inference engine; entropy in nats;
+    recorded advantages). `token_ids_U` are prompt and response ids, flat over total lengths.
+
+    Raises `RolloutError` (a ValueError) naming step, sample and field when the parts contradict each other, when a
+    masked-in token has a number that is not finite, or when siblings of a rollout differ in reward, group or run.
+    """
+
+    response_length_S: Tensor
+    total_length_S: Tensor
+    loss_mask_T: Tensor
+    rollout_S: Tensor
+    group_S: Tensor
+    run_S: Tensor
+    position_S: Tensor
+    reward_S: Tensor | None = None
+    log_probs_T: Tensor | None = None
+    old_log_probs_T: Tensor | None = None
+    ref_log_probs_T: Tensor | None = None
+    rollout_log_probs_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+    advantages_T: Tensor | None = None
+    token_ids_U: Tensor | None = None
+    status_S: tuple[str | None, ...] | None = None
+    labels: Labels = Labels()
+    recorded: RecordedLayout | None = None
+    name: str = "batch"
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_shapes()
+        self._check_lengths()
+        self._check_finite()
+        self._check_siblings()
+
+    # -- sizes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_samples(self) -> int:
+        return self.response_length_S.numel()
+
+    @property
+    def num_runs(self) -> int:
+        return int(self.run_S.max()) + 1 if self.num_samples else 1
+
+    @property
+    def token_fields(self) -> dict[str, Tensor]:
+        """The optional per-token fields that this batch has."""
+        present = {field: getattr(self, field) for field in TOKEN_FIELDS}
+        return {field: value for field, value in present.items() if value is not None}
+
+    # -- ragged arithmetic ------------------------------------------------------------------------------------------
+
+    def sample_of_token(self) -> Tensor:
+        """`sample_T`: the sample each response token belongs to."""
+        return torch.repeat_interleave(
+            torch.arange(self.num_samples, device=self.loss_mask_T.device),
+            self.response_length_S,
+            output_size=self.loss_mask_T.numel(),
+        )
+
+    def mask_sum_S(self) -> Tensor:
+        """Masked-in tokens of each sample, int64."""
+        ends_S = self.response_length_S.cumsum(0)
+        counted_T = torch.nn.functional.pad(self.loss_mask_T.cumsum(0), (1, 0))
+        return counted_T[ends_S] - counted_T[ends_S - self.response_length_S]
+
+    def select(self, positions: Tensor, name: str | None = None) -> RolloutBatch:
+        """The samples at `positions` (int64, any order), with their tokens; rollout and group ids stay as they are."""
+        at_T = ragged_positions(self.response_length_S, positions)
+        chosen: dict[str, object] = {field: value[at_T] for field, value in self.token_fields.items()}
+        if self.reward_S is not None:
+            chosen["reward_S"] = self.reward_S[positions]
+        if self.token_ids_U is not None:
+            chosen["token_ids_U"] = self.token_ids_U[ragged_positions(self.total_length_S, positions)]
+        if self.status_S is not None:
+            chosen["status_S"] = tuple(self.status_S[i] for i in positions.tolist())
+        return dataclasses.replace(
+            self,
+            response_length_S=self.response_length_S[positions],
+            total_length_S=self.total_length_S[positions],
+            loss_mask_T=self.loss_mask_T[at_T],
+            rollout_S=self.rollout_S[positions],
+            group_S=self.group_S[positions],
+            run_S=self.run_S[positions],
+            position_S=self.position_S[positions],
+            recorded=None,
+            name=name or self.name,
+            **chosen,
+        )
+
+    # -- names for messages -----------------------------------------------------------------------------------------
+
+    def sample_name(self, sample: int) -> str:
+        """`step 0 (0.pt), sample 3`: how messages call the sample at this position of the batch."""
+        return f"{self.name}, sample {int(self.position_S[sample])}"
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _check_shapes(self) -> None:
+        samples, tokens = self.num_samples, int(self.response_length_S.sum())
+        for field in ("total_length_S", "rollout_S", "group_S", "run_S", "position_S", "reward_S"):
+            value = getattr(self, field)
+            if value is not None and value.shape != (samples,):
+                raise RolloutError(f"{self.name}: {field} has shape {tuple(value.shape)}, expected ({samples},)")
+        for field in ("loss_mask_T", *TOKEN_FIELDS):
+            value = getattr(self, field)
+            if value is not None and value.shape != (tokens,):
+                raise RolloutError(f"{self.name}: {field} has shape {tuple(value.shape)}, expected ({tokens},) tokens")
+        if self.loss_mask_T.dtype != torch.bool:
+            raise RolloutError(f"{self.name}: loss_mask_T has dtype {self.loss_mask_T.dtype}, expected bool")
+        if self.token_ids_U is not None and self.token_ids_U.numel() != int(self.total_length_S.sum()):
+            raise RolloutError(f"{self.name}: token_ids_U does not hold total_length ids for each sample")
+
+    def _check_lengths(self) -> None:
+        short_S = (self.total_length_S < self.response_length_S) | (self.response_length_S < 0)
+        for sample in short_S.nonzero().flatten().tolist()[:1]:
+            raise RolloutError(
+                f"{self.sample_name(sample)}: response_length {int(self.response_length_S[sample])} and total_length"
+                f" {int(self.total_length_S[sample])}: 0 <= response_length <= total_length must hold"
+            )
+
+    def _check_finite(self) -> None:
+        for field, value_T in self.token_fields.items():
+            bad_T = self.loss_mask_T & ~torch.isfinite(value_T)
+            if bad_T.any():
+                token = int(bad_T.nonzero()[0])
+                sample = int(self.sample_of_token()[token])
+                start = int(self.response_length_S[:sample].sum())
+                raise RolloutError(
+                    f"{self.sample_name(sample)}, token {token - start}: {field.removesuffix('_T')} is"
+                    f" {float(value_T[token])} where loss_mask is 1; mask the token out or drop the sample"
+                )
+
+    def _check_siblings(self) -> None:
+        first_S = first_of_rollout(self.rollout_S)
+        checks: list[tuple[str, Tensor]] = [("run", self.run_S == self.run_S[first_S])]
+        if self.reward_S is not None:
+            mine, theirs = self.reward_S, self.reward_S[first_S]
+            checks.append(("reward", (mine == theirs) | (mine.isnan() & theirs.isnan())))
+        group_S = group_of_rollout(self.group_S, self.rollout_S)
+        checks.append(("group_index", (self.group_S == NO_GROUP) | (self.group_S == group_S)))
+        for field, same_S in checks:
+            for sample in (~same_S).nonzero().flatten().tolist()[:1]:
+                rollout = int(self.rollout_S[sample])
+                siblings = self.position_S[self.rollout_S == rollout].tolist()
+                label = self.labels.rollouts[rollout] if self.labels.rollouts else rollout
+                raise RolloutError(
+                    f"{self.name}: samples {some(siblings)} share rollout_id {label} but differ in {field};"
+                    " siblings must agree, and rollout_id must be unique in the step"
+                )
+
+
+def ragged_positions(length_S: Tensor, chosen: Tensor) -> Tensor:
+    """Flat positions of the elements of the `chosen` rows of a ragged array with row lengths `length_S`."""
+    start_S = length_S.cumsum(0) - length_S
+    length_C = length_S[chosen]
+    total = int(length_C.sum())
+    offset_C = start_S[chosen] - (length_C.cumsum(0) - length_C)
+    return torch.arange(total, device=length_S.device) + torch.repeat_interleave(offset_C, length_C, output_size=total)
+
+
+def first_of_rollout(rollout_S: Tensor) -> Tensor:
+    """For each sample the position of the first sample of its rollout."""
+    samples_S = torch.arange(rollout_S.numel(), device=rollout_S.device)
+    return _reduced_over_rollout(samples_S, rollout_S, "amin")
+
+
+def group_of_rollout(group_S: Tensor, rollout_S: Tensor) -> Tensor:
+    """For each sample the prompt group of its rollout: `NO_GROUP` only where no sibling names one."""
+    return _reduced_over_rollout(group_S, rollout_S, "amax")
+
+
+def _reduced_over_rollout(value_S: Tensor, rollout_S: Tensor, reduce: str) -> Tensor:
+    if not rollout_S.numel():
+        return value_S
+    value_G = torch.zeros(int(rollout_S.max()) + 1, dtype=torch.int64, device=rollout_S.device)
+    return value_G.scatter_reduce(0, rollout_S, value_S, reduce=reduce, include_self=False)[rollout_S]
