@@ -19,9 +19,8 @@ from typing import Any, Literal
 
 from aggcli.errors import SettingError, nearest
 
-MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
-DEFAULT_LAYOUTS = ("dp1:first-fit", "dp2:interleaved", "dp2:contiguous", "dp4:balanced")
-PARTITION_RULES = ("first-fit", "interleaved", "contiguous", "balanced")
+MODES: tuple[str, ...] = ("sample_mean", "prompt_mean", "token_mean", "constant")
+DEFAULT_LAYOUTS: tuple[str, ...] = ("dp1:first-fit", "dp2:interleaved", "dp2:contiguous", "dp4:balanced")
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_aggregation": "sample_mean", "advantages": "grpo", "eps_clip": 0.2},
     "dapo": {"loss_aggregation": "prompt_mean", "advantages": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28},
@@ -149,6 +148,8 @@ class ReplayConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     recipe: Literal["grpo", "dapo", "dr_grpo"] | None = None
     """A set of objective settings; single flags win over it."""
+    modes: tuple[str, ...] | None = None
+    """Modes that `compare` lines up, the first being the baseline; default: all four."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Arithmetic of the per-token quantities."""
     seed: int = 0
@@ -201,6 +202,9 @@ def _check(config: ReplayConfig, asked: Mapping[str, object]) -> None:
     if objective.loss_aggregation not in MODES:
         mode = objective.loss_aggregation
         raise SettingError(f"unknown loss aggregation '{mode}'{nearest(mode, MODES)}")
+    for mode in config.modes or ():
+        if mode not in MODES:
+            raise SettingError(f"--modes: unknown loss aggregation '{mode}'{nearest(mode, MODES)}")
     check_divisor(objective.loss_aggregation_divisor)
     _need("eps_clip", objective.eps_clip, 0 < objective.eps_clip < 1, "above 0 and below 1")
     if objective.eps_clip_high is not None:
@@ -262,7 +266,7 @@ def _flat_fields(cls: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
         hint = hints[item.name]
-        found.update(_flat_fields(hint) if dataclasses.is_dataclass(hint) else {item.name: hint})
+        found.update(_flat_fields(typing.cast(type, hint)) if dataclasses.is_dataclass(hint) else {item.name: hint})
     return found
 
 

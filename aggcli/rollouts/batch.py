@@ -164,6 +164,13 @@ class RolloutBatch:
         """`step 0 (0.pt), sample 3`: how messages call the sample at this position of the batch."""
         return f"{self.name}, sample {int(self.position_S[sample])}"
 
+    def token_name(self, token: int) -> str:
+        """`step 0 (0.pt), sample 3, token 5`: the same for a flat position of a response token."""
+        ends_S = self.response_length_S.cumsum(0)
+        sample = int(torch.searchsorted(ends_S, token, right=True))
+        start = int(ends_S[sample] - self.response_length_S[sample])
+        return f"{self.sample_name(sample)}, token {token - start}"
+
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def _check_shapes(self) -> None:
@@ -194,10 +201,8 @@ class RolloutBatch:
             bad_T = self.loss_mask_T & ~torch.isfinite(value_T)
             if bad_T.any():
                 token = int(bad_T.nonzero()[0])
-                sample = int(self.sample_of_token()[token])
-                start = int(self.response_length_S[:sample].sum())
                 raise RolloutError(
-                    f"{self.sample_name(sample)}, token {token - start}: {field.removesuffix('_T')} is"
+                    f"{self.token_name(token)}: {field.removesuffix('_T')} is"
                     f" {float(value_T[token])} where loss_mask is 1; mask the token out or drop the sample"
                 )
 
@@ -233,6 +238,11 @@ def first_of_rollout(rollout_S: Tensor) -> Tensor:
     """For each sample the position of the first sample of its rollout."""
     samples_S = torch.arange(rollout_S.numel(), device=rollout_S.device)
     return _reduced_over_rollout(samples_S, rollout_S, "amin")
+
+
+def is_first(key_S: Tensor) -> Tensor:
+    """True at the first sample of each key, such as each rollout; summing it counts distinct keys."""
+    return first_of_rollout(key_S) == torch.arange(key_S.numel(), device=key_S.device)
 
 
 def group_of_rollout(group_S: Tensor, rollout_S: Tensor) -> Tensor:

@@ -1,0 +1,44 @@
+"""Where things are printed: data to stdout, notes and progress to stderr, nothing live off a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Item = TypeVar("Item")
+
+
+def out() -> Console:
+    """The console for data. Markup is off: `[nats]` in a text is text."""
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+def say(text: str) -> None:
+    """A note on stderr."""
+    print(f"note: {one_line(text)}", file=sys.stderr)
+
+
+def say_error(text: str) -> None:
+    """An error on stderr, in one line."""
+    print(f"aggcli: {one_line(text)}", file=sys.stderr)
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """`items`, with a bar on stderr when it is a terminal and there is more than one."""
+    if total < 2 or not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(items, what, total=total, console=Console(stderr=True), transient=True)

@@ -1,0 +1,64 @@
+"""The `aggcli` program: commands, exit codes, and errors as one line without a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import aggcli
+from aggcli.cli.compare import compare
+from aggcli.cli.console import say_error
+from aggcli.cli.env import env
+from aggcli.cli.inspect import inspect
+from aggcli.cli.modes import modes
+from aggcli.cli.options import GroupedCommand
+
+# PLOT from aggcli.cli.plot import plot
+from aggcli.cli.run import run
+from aggcli.errors import AggcliError, ExitCode
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="How is the per-token policy loss averaged, and did my parallel layout change it?",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (run, compare, inspect, modes, env):
+    app.command(cls=GroupedCommand)(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"aggcli {aggcli.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """How is the per-token policy loss averaged, and did my parallel layout change it?"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    try:
+        code = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+    except AggcliError as error:
+        if str(error):
+            say_error(str(error))
+        return int(error.exit_code)
+    except typer.TyperException as error:
+        say_error(error.format_message())
+        return int(ExitCode.USER_INPUT)
+    except (KeyboardInterrupt, typer.Abort):
+        say_error("interrupted; what was recorded is kept")
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return int(ExitCode.DONE)
+    return int(code or ExitCode.DONE)

@@ -1,0 +1,150 @@
+"""Settings as command-line options, made from the settings themselves: a flag, a config key and a field are one thing."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+import typer.core
+
+from aggcli import config
+from aggcli.config import FIELDS, ReplayConfig, flag, read_toml, settings_from
+
+_PANELS = {
+    "SourceConfig": "Rollouts",
+    "ObjectiveConfig": "Loss",
+    "LayoutConfig": "Layout",
+    "ReplayConfig": "Settings",
+    "SyntheticConfig": "Synthetic rollouts (--rollouts synthetic)",
+}
+_LISTS = ("layouts", "modes")
+"""Lists written with commas; `--rollouts` is repeated instead, since a path may hold a comma."""
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML file of settings; flags win over it, it wins over the recipe.")
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Results directory; default: a new one under results/.")
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the results directory of an earlier run.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings as TOML and stop.")]
+SamplesOption = Annotated[
+    bool, typer.Option("--samples/--no-samples", help="Record the weight of every training sample (Parquet).")
+]
+
+
+class GroupedCommand(typer.core.TyperCommand):
+    """A command whose plain help lists options by panel (the framed help imports rich, which costs a tenth of a second)."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
+        for title in ("Options", *_PANELS.values()):
+            if title in panels:
+                with formatter.section(title):
+                    formatter.write_dl(panels[title])
+
+
+def with_settings(*, without: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command an option for every setting but `without`; its first argument receives those that were given."""
+    names = [name for name in FIELDS if name not in set(without)]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+
+        @functools.wraps(function)
+        def command(**values: Any) -> Any:
+            given = {name: _as_given(name, values.pop(name)) for name in names}
+            return function({name: value for name, value in given.items() if value is not None}, **values)
+
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name))
+            for name in names
+        ]
+        parameters = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), *options]
+        command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def resolve(given: Mapping[str, object], config_file: Path | None) -> ReplayConfig:
+    """The checked settings: flags, then the config file, then the recipe, then defaults."""
+    from_file = read_toml(config_file) if config_file is not None else {}
+    return settings_from({**from_file, **given})
+
+
+def comma_list(values: Iterable[str]) -> tuple[str, ...]:
+    """`["a,b", "c"]` -> ("a", "b", "c"), without repetitions."""
+    return tuple(dict.fromkeys(item.strip() for value in values for item in value.split(",") if item.strip()))
+
+
+def _as_given(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        value = comma_list(value) if name in _LISTS else tuple(value)
+        return value or None
+    return value
+
+
+def _annotation(name: str) -> Any:
+    """`int | None` and so on, with the option's help taken from the field's own documentation."""
+    details = _documented()[name]
+    hint = FIELDS[name]
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        hint = next(option for option in typing.get_args(hint) if option is not type(None))
+    metavar = None
+    if typing.get_origin(hint) is Literal:
+        metavar, hint = "|".join(typing.get_args(hint)), str
+    elif typing.get_origin(hint) is tuple:
+        metavar, hint = ("A,B,..." if name in _LISTS else "PATH"), list[str]
+    option = typer.Option(
+        *_declarations(name, hint),
+        help=details.about + (f" (default: {details.default})" if details.default else ""),
+        metavar=metavar,
+        show_default=False,
+        rich_help_panel=details.panel,
+    )
+    return Annotated[hint | None, option]
+
+
+def _declarations(name: str, hint: Any) -> list[str]:
+    """The option's spellings; slime's long flags are kept as they are."""
+    return [f"{flag(name)}/--no-{flag(name)[2:]}"] if hint is bool else [flag(name)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Details:
+    about: str
+    panel: str
+    default: str | None
+
+
+@functools.cache
+def _documented() -> dict[str, _Details]:
+    """For each setting the text that stands under its field in `aggcli.config`, its panel and its default."""
+    found: dict[str, _Details] = {}
+    for node in ast.parse(inspect.getsource(config)).body:
+        if not isinstance(node, ast.ClassDef) or node.name not in _PANELS:
+            continue
+        defaults = {item.name: item.default for item in dataclasses.fields(getattr(config, node.name))}
+        for field, text in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                name = ast.unparse(field.target)
+                about = " ".join(str(text.value.value).split())
+                default = defaults[name]
+                shown = None if default in (None, ()) or isinstance(default, bool) else str(default)
+                found[name] = _Details(about, _PANELS[node.name], shown)
+    return found

@@ -1,0 +1,234 @@
+"""What `run` and `compare` share: replay the rollouts, record every step as it comes, and print at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aggcli.cli.console import out, progress, say
+from aggcli.config import ReplayConfig, to_flat, to_toml
+from aggcli.errors import CheckFailed, ExitCode, SettingError, some
+
+if TYPE_CHECKING:
+    from aggcli.records import RunWriter
+    from aggcli.replay import Replay, StepReport
+    from aggcli.rollouts.batch import RolloutBatch
+    from aggcli.world import World
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-4}
+"""Largest relative difference between layouts that rounding can explain; beyond it a layout changed a number."""
+MOST_NOTES = 12
+
+
+@dataclass(frozen=True)
+class Request:
+    """One invocation of `run` or `compare`.
+
+    `modes`: the modes to replay; `lenient`: leave prompt_mean out where the data cannot support it, instead of refusing.
+    """
+
+    command: str
+    config: ReplayConfig
+    modes: tuple[str, ...]
+    lenient: bool
+    output: Path | None
+    overwrite: bool
+    json: bool
+    samples: bool
+
+
+def replay_command(request: Request) -> int:
+    """Start or join ranks where there is more than one, and replay at the root. Returns the exit code."""
+    from aggcli import world as worlds
+    from aggcli.measurement.ranks import dismiss, serve
+
+    layout = request.config.layout
+    ranks = layout.dp * layout.cp
+    if not worlds.was_started_by_torchrun():
+        if ranks > 1:
+            worlds.start_ranks(ranks, sys.argv[1:])
+            return ExitCode.DONE
+        return _replay_at_root(request, worlds.ALONE)
+    world = worlds.join()
+    if not world.is_root:
+        serve(world)
+        worlds.leave(world)
+        return ExitCode.DONE
+    try:
+        return _replay_at_root(_fitted(request, world.size), world)
+    finally:
+        dismiss(world)
+        worlds.leave(world)
+
+
+def _fitted(request: Request, size: int) -> Request:
+    """The request with --dp taken from the launcher where it was left at 1; refused where the two contradict."""
+    layout = request.config.layout
+    if layout.dp == 1 and size % layout.cp == 0:
+        layout = dataclasses.replace(layout, dp=size // layout.cp)
+    if layout.dp * layout.cp != size:
+        raise SettingError(
+            f"--dp {layout.dp} --cp {layout.cp} needs {layout.dp * layout.cp} ranks, but the launcher started {size};"
+            f" start {layout.dp * layout.cp} or change --dp and --cp"
+        )
+    return dataclasses.replace(request, config=dataclasses.replace(request.config, layout=layout))
+
+
+def _replay_at_root(request: Request, world: World) -> int:
+    from aggcli.report.tables import replay_tables
+
+    replay, batches, head = _prepare(request, world)
+    steps: list[dict[str, Any]] = []
+    notes: dict[str, list[int]] = {}
+    with _records(request, replay, head) as (directory, writers):
+        for report in progress(replay.steps(batches), len(batches), "replaying"):
+            for rule in report.rules:
+                _write(writers[rule], report, rule, request)
+            steps.append(report.as_json())
+            for note in dict.fromkeys(report.notes):
+                notes.setdefault(note, []).append(report.step)
+    _say_notes(notes, len(steps))
+    if request.json:
+        from aggcli.records import to_json
+
+        print(to_json({"schema": 1, **head, "results": str(directory), "steps": steps}))
+    else:
+        for table in replay_tables(head, steps):
+            out().print(table)
+    say(f"recorded in {directory}")
+    _check(request, steps)
+    return ExitCode.DONE
+
+
+def _prepare(request: Request, world: World) -> tuple[Replay, Sequence[RolloutBatch] | Any, dict[str, Any]]:
+    """The replay, its batches, and the facts that head every table and record."""
+    from aggcli.objective.reducer import load_reducer
+    from aggcli.replay import Replay
+    from aggcli.rollouts.sources import open_source
+
+    config = request.config
+    source = open_source(config.source, config.seed)
+    batches = list(source) if len(source) == 1 else source
+    longest = config.max_response_length or max(int(batch.response_length_S.max()) for batch in batches)
+    config = _with_divisor(config, request, longest)
+    path = config.objective.custom_pg_loss_reducer_function_path
+    reducer = load_reducer(path) if path else None
+    modes = request.modes
+    if path and request.command == "run":
+        say(f"the custom reducer {path} takes precedence over --loss-aggregation {modes[0]}")
+        modes = ()
+    head = {
+        "command": request.command,
+        "rollouts": source.name,
+        "format": source.format,
+        "modes": [*modes, *(["custom"] if path else [])],
+        "divisor": config.objective.loss_aggregation_divisor,
+        "max_response_length": longest,
+        "settings": to_flat(config),
+    }
+    return Replay(config, modes, request.lenient, max(longest, 1), reducer, world), batches, head
+
+
+def _with_divisor(config: ReplayConfig, request: Request, longest: int) -> ReplayConfig:
+    """The settings with the divisor in force: the user's, the recipe's, or in `compare` the longest response."""
+    objective = config.objective
+    given = objective.loss_aggregation_divisor
+    if "constant" not in request.modes:
+        if given is not None:
+            say(f"--loss-aggregation-divisor {given:g} is unused: only constant divides by it")
+        return config
+    if given is None:
+        need_divisor(config, request)
+        say(f"constant divides by {longest}, the {_origin(config)}; --loss-aggregation-divisor sets another")
+        given = float(max(longest, 1))
+    return dataclasses.replace(config, objective=dataclasses.replace(objective, loss_aggregation_divisor=given))
+
+
+def need_divisor(config: ReplayConfig, request: Request) -> None:
+    """`run` needs the divisor of `constant` from the user or the recipe."""
+    if request.command == "run" and config.recipe != "dr_grpo":
+        raise SettingError(
+            "--loss-aggregation constant needs --loss-aggregation-divisor L, a positive number of tokens such as the response"
+            " limit (or --recipe dr_grpo, which takes the maximum response length)"
+        )
+
+
+def _origin(config: ReplayConfig) -> str:
+    return "--max-response-length" if config.max_response_length else "longest response in the rollouts"
+
+
+# -- records --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _records(request: Request, replay: Replay, head: dict[str, Any]) -> Iterator[tuple[Path, dict[str, RunWriter]]]:
+    """A fresh results directory and one writer per rule: the directory itself for `run`, one inside it each for `compare`."""
+    import torch
+
+    from aggcli import records
+
+    rules = head["modes"]
+    name = f"{request.command}-{rules[0]}" if request.command == "run" else request.command
+    directory = records.fresh_directory(request.output, name, overwrite=request.overwrite)
+    shared = {
+        **head,
+        "arguments": sys.argv[1:],
+        "config": to_toml(replay.config),
+        "seed": replay.config.seed,
+        "environment": records.environment("cpu", torch.get_num_threads()),
+        "ranks": replay.world.size,
+    }
+    with contextlib.ExitStack() as stack:
+        if request.command == "run":
+            writers = {rules[0]: stack.enter_context(records.RunWriter(directory, {"kind": "run", "mode": rules[0], **shared}))}
+        else:
+            manifest = {"schema": records.SCHEMA, "kind": "comparison", "runs": rules, **shared}
+            stack.push(
+                lambda kind, error, trace: records.write_manifest(directory, {**manifest, "status": records.ended(error)})
+            )
+            records.write_manifest(directory, {**manifest, "status": "running"})
+            writers = {
+                rule: stack.enter_context(records.RunWriter(directory / rule, {"kind": "run", "mode": rule, **shared}))
+                for rule in rules
+            }
+        yield directory, writers
+
+
+def _write(writer: RunWriter, report: StepReport, rule: str, request: Request) -> None:
+    writer.step(report.metrics_line(rule), report.layout_lines(rule))
+    if request.samples:
+        writer.samples(report.step, report.sample_columns(rule))
+
+
+# -- what is said ---------------------------------------------------------------------------------------------------
+
+
+def _say_notes(notes: dict[str, list[int]], steps: int) -> None:
+    """Each note once, with the steps it is about where it is not about all of them."""
+    for note, about in list(notes.items())[:MOST_NOTES]:
+        where = "" if len(about) == steps else f"step {about[0]}: " if len(about) == 1 else f"steps {some(about)}: "
+        say(where + note)
+    if len(notes) > MOST_NOTES:
+        say(f"{len(notes) - MOST_NOTES} more notes are left out here; metrics.jsonl and --json hold them all")
+
+
+def _check(request: Request, steps: Sequence[dict[str, Any]]) -> None:
+    """The exit code 1 of a layout that changed a number."""
+    worst = max(steps, key=lambda step: step["layout_deviation"])
+    limit = TOLERANCE[request.config.dtype]
+    if worst["layout_deviation"] > limit:
+        raise CheckFailed(
+            f"step {worst['step']}: a layout changed a number by {worst['layout_deviation']:.3g}, relative; {limit:g} is"
+            " what rounding explains; layouts.jsonl tells which"
+        )
+
+
+def print_dry_run(request: Request) -> int:
+    """Print the resolved settings as TOML that `--config` reads back."""
+    print(to_toml(request.config), end="")
+    return ExitCode.DONE

@@ -1,0 +1,90 @@
+"""Optimizer steps of a rollout batch, and the layouts that each is recorded under."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aggcli.config import DEFAULT_LAYOUTS, LayoutConfig
+from aggcli.errors import RolloutError
+from aggcli.layout.schedule import RECORDED, Layout, Schedule, parse_layout, split_rollouts
+from aggcli.rollouts.batch import RecordedStep, RolloutBatch, group_of_rollout, is_first
+
+
+@dataclass(frozen=True)
+class Part:
+    """One optimizer step of a rollout batch: sample positions in file order, and its recorded schedule where there is one."""
+
+    name: str
+    positions: list[int]
+    recorded: Schedule | None = None
+    notes: tuple[str, ...] = ()
+
+
+def optimizer_steps(batch: RolloutBatch, global_batch_size: int | None) -> list[Part]:
+    """Cut a rollout batch into optimizer steps: by `global_batch_size` rollouts, else as recorded, else into one."""
+    if global_batch_size is None:
+        steps = batch.recorded.steps if batch.recorded is not None else ()
+        if not steps:
+            return [Part(batch.name, list(range(batch.num_samples)))]
+        return [_recorded_part(_part_name(batch.name, at, len(steps)), step) for at, step in enumerate(steps)]
+    cut_up = split_rollouts(batch.rollout_S.tolist(), global_batch_size)
+    notes = []
+    rollouts = int(is_first(batch.rollout_S).sum())
+    if rollouts % global_batch_size and len(cut_up) > 1:
+        notes.append(
+            f"{rollouts} rollouts are no multiple of --global-batch-size {global_batch_size}:"
+            f" the last optimizer step has {rollouts % global_batch_size}"
+        )
+    if batch.recorded is not None:
+        notes.append(f"--global-batch-size cuts its own steps, so the recorded layout is left out")
+    return [
+        Part(_part_name(batch.name, at, len(cut_up)), positions, None, tuple(notes if at == 0 else ()))
+        for at, positions in enumerate(cut_up)
+    ]
+
+
+def _part_name(name: str, at: int, parts: int) -> str:
+    return name if parts == 1 else f"{name}, optimizer step {at}"
+
+
+def _recorded_part(name: str, step: RecordedStep) -> Part:
+    positions = sorted(sample for partition in step.partitions for sample in partition)
+    within = {sample: at for at, sample in enumerate(positions)}
+    partitions = tuple(tuple(within[sample] for sample in partition) for partition in step.partitions)
+    return Part(name, positions, Schedule(partitions, step.micro_batches))
+
+
+def need_whole_groups(batch: RolloutBatch, parts: Sequence[Part]) -> None:
+    """Raise `RolloutError` when a prompt group straddles two optimizer steps, which prompt_mean cannot weigh."""
+    seen: dict[int, int] = {}
+    group_S = group_of_rollout(batch.group_S, batch.rollout_S).tolist()
+    for at, part in enumerate(parts):
+        for sample in part.positions:
+            first = seen.setdefault(group_S[sample], at)
+            if first != at:
+                label = batch.labels.groups[group_S[sample]] if batch.labels.groups else group_S[sample]
+                raise RolloutError(
+                    f"{batch.name}: prompt group {label} straddles optimizer steps {first} and {at}, and prompt_mean needs"
+                    " whole groups; change --global-batch-size to a multiple of the group size"
+                )
+
+
+def layouts_of(config: LayoutConfig, *, has_recorded: bool) -> list[Layout]:
+    """The layout in force, then the others that each step is recorded under, none twice.
+
+    In force: the ranks asked for (--dp, --cp), else the first of --layouts, else the recorded one, else `dp1:first-fit`.
+    Raises `SettingError` for a layout that cannot be read.
+    """
+    texts = list(config.layouts) if config.layouts else list(DEFAULT_LAYOUTS)
+    if has_recorded and not config.layouts:
+        texts.insert(0, RECORDED)
+    if config.dp * config.cp > 1:
+        ranks = f"dp{config.dp}cp{config.cp}" if config.cp > 1 else f"dp{config.dp}"
+        texts.insert(0, f"{ranks}:{config.partition}")
+    elif config.partition != "first-fit" and not config.layouts:
+        texts.insert(0, f"dp1:{config.partition}")
+    return [
+        parse_layout(text, max_tokens=config.max_tokens_per_gpu, micro_batch_size=config.micro_batch_size)
+        for text in dict.fromkeys(texts)
+    ]

@@ -1,0 +1,115 @@
+"""Global and local views of one optimizer step.
+
+A field belongs to exactly one view. `GlobalView` is the same on every rank. `LocalView` is what one rank holds, taken with
+its partition, in the order of its other per-sample lists; nothing local is ever indexed by a global position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aggcli.layout.context_parallel import owner_of_tokens
+from aggcli.layout.schedule import Schedule
+from aggcli.rollouts.batch import RolloutBatch, ragged_positions
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalView:
+    """Fields that need whole groups: the raw rewards of the whole rollout batch (pass@k), one entry a training sample."""
+
+    raw_reward_S: Tensor | None
+    rollout_S: Tensor
+    group_S: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LocalView:
+    """What rank (dp_rank, cp_rank) holds of one optimizer step.
+
+    Per sample, in partition order [S]: `local_raw_reward_S` (None without rewards), `response_length_S`, `total_length_S`,
+    `mask_sum_S` (masked-in tokens of the whole sample, over all context-parallel ranks), `rollout_share_S` (1 over the
+    number of training samples of its rollout). Per token, only the tokens this rank computes, micro-batch after
+    micro-batch [T]: `tokens`, by field name; `sample_T`, positions in the per-sample lists; `step_position_T`, positions
+    in the step's flat arrays. `micro_batch_tokens`: this rank's tokens of each micro-batch.
+
+    `counts_samples` is true on one context-parallel rank of each data-parallel rank, so that per-sample numbers are
+    counted once however many ranks share a sequence.
+    """
+
+    dp_rank: int
+    cp_rank: int
+    local_raw_reward_S: Tensor | None
+    response_length_S: Tensor
+    total_length_S: Tensor
+    mask_sum_S: Tensor
+    rollout_share_S: Tensor
+    tokens: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    sample_T: Tensor
+    step_position_T: Tensor
+    micro_batch_tokens: tuple[int, ...]
+    counts_samples: bool
+
+
+def cut(
+    step: RolloutBatch, schedule: Schedule, cp: int, *, tokens: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> list[LocalView]:
+    """Cut one optimizer step into the local views of all ranks, data-parallel rank by rank, context-parallel within.
+
+    `tokens`, `weights`: the flat [T] arrays to hand out, by name. Idle ranks get empty views.
+    """
+    owner_T = torch.from_numpy(owner_of_tokens(step.total_length_S.numpy(), step.response_length_S.numpy(), cp))
+    mask_sum_S, share_S = step.mask_sum_S(), _rollout_share(step.rollout_S)
+    views = []
+    for dp_rank, (partition, micro_batches) in enumerate(zip(schedule.partitions, schedule.micro_batches, strict=True)):
+        held_S = torch.tensor(partition, dtype=torch.int64)
+        for cp_rank in range(cp):
+            mine = _tokens_of_rank(step, held_S, micro_batches, owner_T, cp_rank)
+            views.append(
+                LocalView(
+                    dp_rank=dp_rank,
+                    cp_rank=cp_rank,
+                    local_raw_reward_S=None if step.reward_S is None else step.reward_S[held_S],
+                    response_length_S=step.response_length_S[held_S],
+                    total_length_S=step.total_length_S[held_S],
+                    mask_sum_S=mask_sum_S[held_S],
+                    rollout_share_S=share_S[held_S],
+                    tokens={name: value_T[mine.step_position_T] for name, value_T in tokens.items()},
+                    weights={rule: weight_T[mine.step_position_T] for rule, weight_T in weights.items()},
+                    sample_T=mine.sample_T,
+                    step_position_T=mine.step_position_T,
+                    micro_batch_tokens=mine.micro_batch_tokens,
+                    counts_samples=cp_rank == 0,
+                )
+            )
+    return views
+
+
+@dataclass(frozen=True, eq=False)
+class _RankTokens:
+    step_position_T: Tensor
+    sample_T: Tensor
+    micro_batch_tokens: tuple[int, ...]
+
+
+def _tokens_of_rank(
+    step: RolloutBatch, held_S: Tensor, micro_batches: Sequence[Sequence[int]], owner_T: Tensor, cp_rank: int
+) -> _RankTokens:
+    """The tokens that one rank computes, micro-batch after micro-batch."""
+    order_S = torch.tensor([at for micro_batch in micro_batches for at in micro_batch], dtype=torch.int64)
+    sizes_M = torch.tensor([len(micro_batch) for micro_batch in micro_batches], dtype=torch.int64)
+    micro_batch_S = torch.repeat_interleave(torch.arange(len(micro_batches)), sizes_M)
+    length_S = step.response_length_S[held_S[order_S]]
+    position_T = ragged_positions(step.response_length_S, held_S[order_S])
+    mine_T = owner_T[position_T] == cp_rank
+    tokens_M = torch.bincount(torch.repeat_interleave(micro_batch_S, length_S)[mine_T], minlength=len(micro_batches))
+    return _RankTokens(position_T[mine_T], torch.repeat_interleave(order_S, length_S)[mine_T], tuple(tokens_M.tolist()))
+
+
+def _rollout_share(rollout_S: Tensor) -> Tensor:
+    """1 over the number of training samples of the sample's rollout, float64; sums to 1 over a rollout."""
+    return 1.0 / torch.bincount(rollout_S).double()[rollout_S] if rollout_S.numel() else rollout_S.double()

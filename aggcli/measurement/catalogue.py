@@ -1,0 +1,265 @@
+"""Every number that is ever reported: one name, one unit, one "over what", and how it crosses ranks.
+
+A name outside the catalogue is refused when it is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["weighted", "mean", "count", "max", "norm", "global"]
+"""How a number crosses ranks, and what a single rank's value is:
+
+weighted: sum over tokens of weight times value; a rank's value is its share, and shares sum to the reduced value.
+mean: (sum, count), divided once at the end; a rank's value is its own mean, blank where it counted nothing.
+count: a sum; a rank's value is its own count.
+max: a maximum.
+norm: square root of a sum of squares; a rank's value is its own norm.
+global: computed from the global view, the same on every rank; no rank has a value of its own.
+"""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A reported number. `better`: which direction is good news, where there is one."""
+
+    name: str
+    unit: str
+    over: str
+    reduction: Reduction
+    about: str
+    better: Literal["higher", "lower"] | None = None
+
+
+_LENGTH_BINS = {"p25": "0 to 25 %", "p50": "25 to 50 %", "p75": "50 to 75 %", "p100": "75 to 100 %"}
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("loss", "", "the step", "weighted", "pg_loss + kl_coef * kl_loss - entropy_coef * entropy_loss"),
+        Metric("pg_loss", "", "masked-in tokens, by the mode's weights", "weighted", "clipped policy-gradient loss"),
+        Metric(
+            "pg_clipfrac",
+            "share",
+            "masked-in tokens, by the metric weights",
+            "weighted",
+            "tokens whose clip binds: -clip(r)*A > -r*A",
+        ),
+        Metric(
+            "pg_clipfrac_dual",
+            "share",
+            "masked-in tokens, by the metric weights",
+            "weighted",
+            "tokens whose dual clip binds",
+        ),
+        Metric(
+            "ppo_kl",
+            "nats",
+            "masked-in tokens, by the metric weights",
+            "weighted",
+            "old - new log-probability (the k1 estimate of KL(old || new)); may be negative",
+        ),
+        Metric(
+            "kl_loss",
+            "nats",
+            "masked-in tokens, by the metric weights",
+            "weighted",
+            "KL to the reference, by the estimator in force (k1 may be negative)",
+        ),
+        Metric("entropy_loss", "nats", "masked-in tokens, by the metric weights", "weighted", "entropy of the policy"),
+        Metric(
+            "ratio_deviation",
+            "",
+            "masked-in tokens, by the metric weights",
+            "weighted",
+            "|exp(new - old) - 1|; 0 when exactly on-policy",
+        ),
+        Metric(
+            "sampler_mismatch",
+            "nats",
+            "masked-in tokens, by the metric weights",
+            "weighted",
+            "|trainer's - inference engine's log-probability|",
+        ),
+        Metric("ratio_max", "", "masked-in tokens", "max", "largest importance ratio exp(new - old)"),
+        Metric("grad_norm", "", "masked-in tokens", "norm", "2-norm of d loss / d log_probs (replay has no parameters)"),
+        Metric("total_weight", "", "masked-in tokens", "weighted", "sum of the mode's weights"),
+        Metric("samples", "training samples", "the step", "count", "training samples, siblings of a fan-out apart"),
+        Metric("rollouts", "rollouts", "the step", "global", "N: distinct rollouts, fully masked ones included"),
+        Metric("prompts", "prompt groups", "the step", "global", "prompt groups with a group_index"),
+        Metric("tokens", "tokens", "the step", "count", "masked-in (trained) response tokens"),
+        Metric("response_tokens", "tokens", "the step", "count", "response tokens, masked-out ones included"),
+        Metric("fully_masked_samples", "training samples", "the step", "count", "samples without a masked-in token"),
+        Metric("micro_batches", "micro-batches", "the step", "count", "micro-batches of the layout"),
+        Metric("unscored_samples", "training samples", "the step", "count", "samples whose reward is null or NaN"),
+        Metric("raw_reward", "reward", "scored rollouts", "mean", "raw reward, each rollout once", "higher"),
+        Metric("response_length", "tokens", "training samples", "mean", "response length, masked-out tokens included"),
+        Metric(
+            "correct/count",
+            "training samples",
+            "the step",
+            "count",
+            "samples whose raw reward reaches --correct-threshold",
+            "higher",
+        ),
+        Metric("correct/response_length", "tokens", "correct samples", "mean", "response length of correct samples"),
+        Metric(
+            "correct/entropy",
+            "nats",
+            "correct samples with a masked-in token",
+            "mean",
+            "mean entropy of a sample's masked-in tokens",
+        ),
+        Metric(
+            "incorrect/count",
+            "training samples",
+            "the step",
+            "count",
+            "scored samples below --correct-threshold",
+            "lower",
+        ),
+        Metric("incorrect/response_length", "tokens", "incorrect samples", "mean", "response length of incorrect samples"),
+        *(
+            Metric(
+                f"correct_length/{bin_}",
+                "share",
+                "correct samples",
+                "mean",
+                f"correct samples whose response length lies in {share} of the maximum response length",
+            )
+            for bin_, share in _LENGTH_BINS.items()
+        ),
+        Metric(
+            "raw_reward_batch_std",
+            "reward",
+            "scored rollouts of the rollout batch",
+            "global",
+            "standard deviation (n-1) over the whole batch, not within groups",
+        ),
+        Metric("groups", "prompt groups", "the rollout batch", "global", "prompt groups with a scored rollout"),
+        Metric(
+            "zero_variance_groups",
+            "prompt groups",
+            "the rollout batch",
+            "global",
+            "groups of equal rewards or of one rollout: advantage exactly 0",
+        ),
+        Metric(
+            "all_right_groups",
+            "prompt groups",
+            "the rollout batch",
+            "global",
+            "groups in which every scored rollout is correct",
+        ),
+        Metric(
+            "all_wrong_groups",
+            "prompt groups",
+            "the rollout batch",
+            "global",
+            "groups in which no scored rollout is correct",
+        ),
+        Metric(
+            "effective_tokens",
+            "tokens",
+            "masked-in tokens",
+            "global",
+            "(sum w)^2 / sum w^2: how many equally weighted tokens would count as much",
+        ),
+        Metric(
+            "gradient_ratio",
+            "",
+            "masked-in tokens",
+            "global",
+            "grad_norm over the baseline mode's: the ratio of effective learning rates",
+        ),
+        Metric(
+            "gradient_cosine",
+            "",
+            "masked-in tokens",
+            "global",
+            "cosine of the angle between this mode's gradient and the baseline's",
+        ),
+        *(
+            Metric(
+                f"weight_share/length_{bin_}",
+                "share",
+                "the mode's total weight",
+                "global",
+                f"weight on responses of {share} of the maximum response length",
+            )
+            for bin_, share in _LENGTH_BINS.items()
+        ),
+        Metric("weight_share/correct", "share", "the mode's total weight", "global", "weight on correct rollouts"),
+        Metric("weight_share/incorrect", "share", "the mode's total weight", "global", "weight on incorrect rollouts"),
+        Metric(
+            "weight_share/positive_advantage",
+            "share",
+            "the mode's total weight",
+            "global",
+            "weight on tokens of positive advantage",
+        ),
+        Metric(
+            "weight_share/negative_advantage",
+            "share",
+            "the mode's total weight",
+            "global",
+            "weight on tokens of negative advantage",
+        ),
+        Metric(
+            "weight_share/zero_advantage",
+            "share",
+            "the mode's total weight",
+            "global",
+            "weight on tokens of advantage 0, which carry no signal",
+        ),
+        Metric(
+            "weight_share/all_right_groups",
+            "share",
+            "the mode's total weight",
+            "global",
+            "weight on groups without a wrong rollout",
+        ),
+        Metric(
+            "weight_share/all_wrong_groups",
+            "share",
+            "the mode's total weight",
+            "global",
+            "weight on groups without a right rollout",
+        ),
+    )
+}
+
+LENGTH_BINS = tuple(_LENGTH_BINS)
+"""Quarters of the maximum response length: a length d is in the first one with d <= quarter * maximum."""
+
+_PASS = re.compile(r"pass@(\d+)(/groups_left_out)?")
+
+
+def describe(name: str) -> Metric:
+    """The catalogue entry of a metric; raises KeyError for a name that is not in it."""
+    if name in METRICS:
+        return METRICS[name]
+    match = _PASS.fullmatch(name)
+    if match is None:
+        raise KeyError(f"'{name}' is not in the metric catalogue")
+    k = match[1]
+    if match[2]:
+        return Metric(name, "prompt groups", "the rollout batch", "global", f"groups with fewer than {k} scored rollouts")
+    about = f"unbiased chance that at least one of {k} rollouts is right (Chen et al., 2021)"
+    return Metric(name, "share", f"prompt groups with at least {k} scored rollouts", "global", about, "higher")
+
+
+def checked(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """`values` as they are to be written; raises KeyError for a name outside the catalogue. -0.0 becomes 0.0."""
+    for name in values:
+        describe(name)
+    return {name: value + 0 if value is not None else None for name, value in values.items()}
+
+
+def names(reductions: Iterable[Reduction]) -> list[str]:
+    """Names of the catalogue with one of these reductions, in its order."""
+    wanted = set(reductions)
+    return [name for name, metric in METRICS.items() if metric.reduction in wanted]

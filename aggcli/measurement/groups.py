@@ -1,0 +1,66 @@
+"""Numbers that need whole groups: they come from the global view and are the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from aggcli.layout.views import GlobalView
+from aggcli.measurement.local import is_correct
+from aggcli.measurement.reduce import Values
+from aggcli.objective.advantages import Rollouts, distinct_rollouts, group_statistics
+from aggcli.rollouts.batch import NO_GROUP
+
+
+def group_values(view: GlobalView, threshold: float) -> Values:
+    """Zero-variance, all-right and all-wrong groups, and pass@k; empty without rewards or without groups."""
+    if view.raw_reward_S is None:
+        return {}
+    rollouts = distinct_rollouts(view.raw_reward_S, view.rollout_S, view.group_S)
+    spread = _std(rollouts.reward_G[~rollouts.reward_G.isnan()])
+    if (view.group_S == NO_GROUP).all():
+        return {"raw_reward_batch_std": spread}
+    groups = group_statistics(rollouts)
+    scored_P = groups.count_P > 0
+    right_P = correct_per_group(rollouts, threshold)
+    values: Values = {
+        "raw_reward_batch_std": spread,
+        "groups": int(scored_P.sum()),
+        "zero_variance_groups": int((groups.flat_P & scored_P).sum()),
+        "all_right_groups": int((scored_P & (right_P == groups.count_P)).sum()),
+        "all_wrong_groups": int((scored_P & (right_P == 0)).sum()),
+    }
+    return values | pass_at(groups.count_P[scored_P].tolist(), right_P[scored_P].tolist())
+
+
+def _std(reward_G: torch.Tensor) -> float | None:
+    return float(reward_G.std()) if reward_G.numel() > 1 else None
+
+
+def correct_per_group(rollouts: Rollouts, threshold: float) -> torch.Tensor:
+    """Correct rollouts of each prompt group, int64 [P]."""
+    grouped_G = rollouts.group_G != NO_GROUP
+    correct_G = is_correct(rollouts.reward_G, threshold)[grouped_G].long()
+    groups = int(rollouts.group_G.max()) + 1 if rollouts.group_G.numel() else 0
+    return torch.zeros(groups, dtype=torch.int64).index_add_(0, rollouts.group_G[grouped_G], correct_G)
+
+
+def pass_at(counts: Sequence[int], rights: Sequence[int]) -> Values:
+    """pass@1, pass@2, pass@4, and on by doubling to the first k that covers the largest group.
+
+    `counts`, `rights`: scored and correct rollouts of each group. Mean over groups of `1 - C(n-c, k)/C(n, k)` (Chen et al.,
+    2021, eq. 1). Groups with fewer than k rollouts are left out and counted; None where every group is.
+    """
+    values: Values = {}
+    k = 1
+    while counts:
+        chances = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in zip(counts, rights, strict=True) if n >= k]
+        values[f"pass@{k}"] = math.fsum(chances) / len(chances) if chances else None
+        if len(chances) < len(counts):
+            values[f"pass@{k}/groups_left_out"] = len(counts) - len(chances)
+        if k >= max(4, *counts):
+            return values
+        k *= 2
+    return values

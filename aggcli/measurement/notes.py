@@ -1,0 +1,89 @@
+"""What a step's numbers cannot say for themselves: what was skipped and why, and what looks like a fault but is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aggcli.errors import some
+from aggcli.measurement.reduce import LayoutReport, Values
+from aggcli.objective.step import StepInputs
+from aggcli.rollouts.batch import NO_GROUP
+
+ZERO = 1e-12
+"""A loss below this is 0 but for rounding."""
+
+
+def skipped(inputs: StepInputs) -> dict[str, str]:
+    """Metric -> what the batch would need for it."""
+    found: dict[str, str] = {}
+    step = inputs.step
+    if "advantages" not in inputs.tokens:
+        need = "needs advantage, or reward and group_index"
+        found |= dict.fromkeys(("pg_loss", "loss", "grad_norm", "pg_clipfrac"), need)
+    if not inputs.has_ratio:
+        need = "needs log_probs and old_log_probs (or rollout_log_probs)"
+        found |= dict.fromkeys(("pg_clipfrac", "ppo_kl", "ratio_deviation"), need)
+    if "ref_log_probs" not in inputs.tokens:
+        found["kl_loss"] = "needs log_probs and ref_log_probs"
+    if "trainer_log_probs" not in inputs.tokens:
+        found["sampler_mismatch"] = "needs rollout_log_probs and log_probs (or old_log_probs)"
+    if "entropy" not in inputs.tokens:
+        found |= dict.fromkeys(("entropy_loss", "correct/entropy"), "needs entropy")
+    if step.reward_S is None:
+        found |= dict.fromkeys(("raw_reward", "correct/*", "correct_length/*", "pass@k"), "needs reward")
+    elif (step.group_S == NO_GROUP).all():
+        found["pass@k"] = "needs group_index (--group-size groups consecutive rollouts)"
+    return found
+
+
+def notes_on_step(inputs: StepInputs, values: Values, layouts: Sequence[LayoutReport]) -> list[str]:
+    """Plain sentences about one step. `values`: those of the first rule."""
+    return [*_on_data(inputs, values), *_on_loss(inputs, values), *_on_ranks(layouts)]
+
+
+def _on_data(inputs: StepInputs, values: Values) -> list[str]:
+    step, notes = inputs.step, []
+    if masked := values["fully_masked_samples"]:
+        notes.append(f"fully masked samples: {masked:g}; they count in N and add nothing to the loss")
+    if not values["tokens"]:
+        notes.append("no masked-in token at all: the step is empty and takes no optimizer step")
+    missing = int((step.group_S == NO_GROUP).sum())
+    if 0 < missing < step.num_samples:
+        notes.append(f"{missing} samples have no group_index: advantage 0 unless recorded, and left out of pass@k")
+    if not inputs.has_ratio:
+        notes.append("fewer than two log-probability streams: the importance ratio is taken as 1 (exactly on-policy)")
+    elif step.old_log_probs_T is None:
+        notes.append("old_log_probs are missing: rollout_log_probs are taken as the policy that sampled")
+    return notes
+
+
+def _on_loss(inputs: StepInputs, values: Values) -> list[str]:
+    notes = []
+    loss, norm = values.get("pg_loss"), values.get("grad_norm")
+    groups, flat = values.get("groups"), values.get("zero_variance_groups")
+    if groups and flat:
+        if flat == groups:
+            kl = "; what moves the policy is the KL term alone" if values.get("kl_loss") and norm else ""
+            notes.append(
+                f"zero-variance groups {flat:g}/{groups:g}: every advantage is 0, so pg_loss is exactly 0 and there is no"
+                f" signal{kl} (the spread of rewards over the whole batch does not matter)"
+            )
+        else:
+            notes.append(f"zero-variance groups {flat:g}/{groups:g}: their advantages are 0")
+    if loss is not None and abs(loss) < ZERO and norm:
+        notes.append(
+            f"pg_loss is 0 but the gradient is not (norm {norm:.4g}): with ratios of 1, advantages centred in each group"
+            f" cancel under {inputs.rules[0]}; this is how a step starts, not a fault"
+        )
+    if inputs.has_ratio and values.get("ratio_deviation") == 0:
+        notes.append("every ratio is exactly 1: clipfrac and KL are 0 because nothing was updated since sampling")
+    return notes
+
+
+def _on_ranks(layouts: Sequence[LayoutReport]) -> list[str]:
+    notes = []
+    for layout in layouts:
+        idle = [rank.rank for rank in layout.ranks if not rank.partition]
+        if idle:
+            notes.append(f"layout {layout.layout}: ranks {some(idle)} hold no sample and stay idle")
+    return notes

@@ -1,0 +1,147 @@
+"""From partial sums to reported numbers: everything is divided once, here, at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from aggcli.measurement.catalogue import METRICS, checked
+from aggcli.measurement.local import Key, Partials
+
+Values = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One data-parallel rank of a layout: its values by rule, its tokens per context-parallel rank, and its samples."""
+
+    rank: int
+    values: dict[str, Values]
+    cp_tokens: list[int]
+    partition: list[int]
+    correct_lengths: list[int] | None
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """A step under one layout: reduced values by rule, and what each rank had."""
+
+    layout: str
+    evaluated: str
+    """`in-process`, or `processes` when each rank was a real one."""
+    values: dict[str, Values]
+    ranks: list[RankReport] = field(default_factory=list)
+    correct_lengths: list[int] | None = None
+
+
+def combine(parts: Sequence[Partials]) -> Partials:
+    """Add up partial sums and take the largest of the maxima; every part has the same keys."""
+    sums = {key: math.fsum(part.sums[key] for part in parts) for key in parts[0].sums}
+    maxima = {key: max(part.maxima[key] for part in parts) for key in parts[0].maxima}
+    lengths = [part.correct_lengths for part in parts if part.correct_lengths is not None]
+    return Partials(sums, maxima, sorted(n for some in lengths for n in some) if lengths else None)
+
+
+def reduced_values(total: Partials, rule: str) -> Values:
+    """The step's numbers under one rule. A step without a masked-in token has no weighted numbers: they are None."""
+    return _values(total, rule, weighted=total.sums[("tokens",)] > 0)
+
+
+def rank_values(part: Partials, rule: str) -> Values:
+    """A rank's own numbers: its share of weighted ones, its own means, counts, maxima and norms."""
+    return _values(part, rule, weighted=True)
+
+
+def _values(part: Partials, rule: str, *, weighted: bool) -> Values:
+    values: Values = {}
+    for name, metric in METRICS.items():
+        if metric.reduction == "weighted" and (name, rule) in part.sums:
+            values[name] = part.sums[(name, rule)] if weighted else None
+        elif metric.reduction == "norm" and ("gradient", rule, rule) in part.sums:
+            values[name] = math.sqrt(max(part.sums[("gradient", rule, rule)], 0.0)) if weighted else None
+        elif metric.reduction == "count" and (name,) in part.sums:
+            values[name] = _whole(part.sums[(name,)])
+        elif metric.reduction == "mean" and (name, "sum") in part.sums:
+            values[name] = _mean(part.sums[(name, "sum")], part.sums[(name, "count")])
+        elif metric.reduction == "max" and (name,) in part.maxima:
+            value = part.maxima[(name,)]
+            values[name] = value if math.isfinite(value) else None
+    return checked(values)
+
+
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count else None
+
+
+def _whole(count: float) -> int:
+    """A count as an integer; sums of counts are exact in float64."""
+    return round(count)
+
+
+def gradient_comparison(total: Partials, rules: Sequence[str], baseline: str) -> dict[str, Values]:
+    """Each rule's gradient against the baseline's: ratio of norms (of effective learning rates) and cosine.
+
+    None where a norm is 0, and nothing at all without gradients.
+    """
+    found: dict[str, Values] = {}
+    for rule in rules:
+        if ("gradient", rule, rule) not in total.sums:
+            return {}
+        own, base = (math.sqrt(max(total.sums[("gradient", r, r)], 0.0)) for r in (rule, baseline))
+        inner = total.sums[("gradient", rule, baseline)]
+        found[rule] = checked(
+            {
+                "gradient_ratio": own / base if base else None,
+                "gradient_cosine": max(-1.0, min(1.0, inner / (own * base))) if own and base else None,
+            }
+        )
+    return found
+
+
+def deviation(layouts: Sequence[LayoutReport]) -> float:
+    """The largest difference of any number between the first layout and the others.
+
+    Relative to the size of the number; for weighted numbers, which can cancel to 0, to at least the total weight (pg_loss,
+    loss) or 1 (shares and nats). A number that only one of two layouts has differs by infinity. Micro-batches are not
+    compared: a layout may choose them.
+    """
+    most = 0.0
+    first = layouts[0]
+    for other in layouts[1:]:
+        for rule, values in first.values.items():
+            for name, value in values.items():
+                if name != "micro_batches":
+                    scale = _scale(name, values)
+                    most = max(most, _difference(value, other.values[rule][name], scale))
+    return most
+
+
+def _scale(name: str, values: Values) -> float:
+    if METRICS[name].reduction != "weighted":
+        return 0.0
+    return (values["total_weight"] or 0.0) if name in ("loss", "pg_loss") else 1.0
+
+
+def _difference(a: float | None, b: float | None, scale: float) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else math.inf
+    size = max(abs(a), abs(b), scale)
+    return abs(a - b) / size if size else 0.0
+
+
+# -- vectors that cross ranks ---------------------------------------------------------------------------------------
+
+
+def to_vectors(part: Partials) -> tuple[list[float], list[float]]:
+    """Sums and maxima as two plain vectors, in the order of their keys, which is the same on every rank."""
+    return list(part.sums.values()), list(part.maxima.values())
+
+
+def from_vectors(like: Partials, sums: Sequence[float], maxima: Sequence[float], lengths: list[int] | None) -> Partials:
+    """The inverse of `to_vectors`, with the keys of `like`."""
+    return Partials(_keyed(like.sums, sums), _keyed(like.maxima, maxima), lengths if like.correct_lengths is not None else None)
+
+
+def _keyed(like: Mapping[Key, float], values: Sequence[float]) -> dict[Key, float]:
+    return dict(zip(like, values, strict=True))

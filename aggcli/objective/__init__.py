@@ -1,0 +1,1 @@
+"""The objective: advantages, per-token losses, and the weight of each token."""

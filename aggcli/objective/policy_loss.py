@@ -1,0 +1,76 @@
+"""Per-token quantities: the clipped policy loss and the KL estimates. No mean is taken here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aggcli.config import ObjectiveConfig
+from aggcli.errors import SettingError
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """What the policy loss knows of each response token; all [T], and 0 (ratio 1) where the mask is 0.
+
+    `pg_loss_T`; `clipped_T` 1 where the clip binds; `dual_clipped_T` 1 where the dual clip binds (None without one);
+    `ppo_kl_T` = old - new log-probability in nats; `ratio_T` = exp(new - old).
+    """
+
+    pg_loss_T: Tensor
+    clipped_T: Tensor
+    dual_clipped_T: Tensor | None
+    ppo_kl_T: Tensor
+    ratio_T: Tensor
+
+
+def policy_terms(
+    log_probs_T: Tensor, old_log_probs_T: Tensor, advantages_T: Tensor, loss_mask_T: Tensor, objective: ObjectiveConfig
+) -> PolicyTerms:
+    """`max(-r*A, -clip(r, 1 - eps_clip, 1 + eps_clip_high)*A)` with r = exp(new - old), for every token.
+
+    With a dual clip c, tokens of negative advantage lose at most `-c*A` (Ye et al., 2020). `clipped_T` is sign-aware: 1 where
+    `-clip(r)*A > -r*A`. Values under the mask may be anything, NaN included: they are selected away first.
+    Sources: PPO (Schulman et al., 2017); asymmetric range: DAPO's clip-higher.
+    """
+    new_T = torch.where(loss_mask_T, log_probs_T, 0.0)
+    old_T = torch.where(loss_mask_T, old_log_probs_T, 0.0)
+    advantage_T = torch.where(loss_mask_T, advantages_T, 0.0)
+    ratio_T = torch.exp(new_T - old_T)
+    low, high = objective.clip_range
+    free_T = -ratio_T * advantage_T
+    bound_T = -ratio_T.clamp(low, high) * advantage_T
+    loss_T = torch.maximum(free_T, bound_T)
+    dual_T = None
+    if objective.eps_clip_c is not None:
+        most_T = -objective.eps_clip_c * advantage_T
+        caps_T = (advantage_T < 0) & (most_T < loss_T)
+        loss_T, dual_T = torch.where(caps_T, most_T, loss_T), caps_T.to(loss_T.dtype)
+    return PolicyTerms(loss_T, (bound_T > free_T).to(loss_T.dtype), dual_T, old_T - new_T, ratio_T)
+
+
+def kl_terms(
+    log_probs_T: Tensor,
+    ref_log_probs_T: Tensor,
+    loss_mask_T: Tensor,
+    estimator: str,
+    ratio_T: Tensor | None = None,
+) -> Tensor:
+    """Estimate of KL(policy || reference) at each token, in nats [T]; 0 where the mask is 0.
+
+    With d = new - ref: k1 = d, k2 = d*d/2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence", 2020).
+    `ratio_T` (importance ratio) multiplies the estimate, which makes it unbiased off-policy.
+    Raises `SettingError` for an unknown estimator.
+    """
+    d_T = torch.where(loss_mask_T, log_probs_T, 0.0) - torch.where(loss_mask_T, ref_log_probs_T, 0.0)
+    if estimator == "k1":
+        kl_T = d_T
+    elif estimator == "k2":
+        kl_T = d_T * d_T / 2
+    elif estimator == "k3":
+        kl_T = torch.expm1(-d_T) + d_T
+    else:
+        raise SettingError(f"unknown KL estimator '{estimator}'; known: k1, k2, k3")
+    return kl_T if ratio_T is None else ratio_T * kl_T

@@ -1,0 +1,35 @@
+"""What the figures share: panels in a grid, counted words, and the reason for a figure that cannot be made."""
+
+from __future__ import annotations
+
+import math
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from aggcli.errors import RecordError
+from aggcli.report import style
+
+
+class NothingToDraw(RecordError):
+    """The records do not hold what a figure shows; the text says what is missing."""
+
+
+def grid(
+    panels: int, width: float, height: float, *, columns: int, sharex: bool = False, sharey: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """A figure of panels of this size, in inches, filled row by row; the cells that are left over are empty."""
+    columns = min(columns, panels)
+    rows = math.ceil(panels / columns)
+    figure = style.new_figure(width * columns, height * rows + 0.5)
+    cells = list(figure.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey).flat)
+    for cell in cells[panels:]:
+        cell.set_axis_off()
+    for above in cells[max(0, panels - columns) : len(cells) - columns]:  # the lowest panel of its column
+        above.tick_params(labelbottom=True)
+    return figure, cells[:panels]
+
+
+def plural(number: int, word: str) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -1,0 +1,271 @@
+"""Samples in, one `RolloutBatch` out: the rules every recorded format shares, whatever it calls its fields.
+
+The builder streams: each sample goes into flat arrays at once and its dict is let go, so a file costs little more
+memory than the batch made from it.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aggcli.errors import RolloutError, some
+from aggcli.rollouts.batch import NO_GROUP, Labels, RecordedLayout, RolloutBatch
+from aggcli.rollouts.columns import DenseIds, TokenColumn, tensor
+from aggcli.rollouts.fields import (
+    FieldError,
+    floats,
+    listed,
+    mask_bits,
+    number,
+    plain,
+    reward,
+    shown,
+    token_ids,
+    whole,
+)
+
+TOKEN_LISTS = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
+"""Fields that hold one number per response token."""
+
+
+class BatchBuilder:
+    """Builds the batch called `name` from samples in the canonical fields, in file order.
+
+    `reward_key` is the entry of a reward that is an object; `group_size` groups that many consecutive rollouts where no
+    sample has a group_index. `notes` are the batch's notes; a reader may add its own before `build`.
+    """
+
+    def __init__(self, name: str, *, reward_key: str | None = None, group_size: int | None = None) -> None:
+        self.name = name
+        self.notes: list[str] = []
+        self._reward_key, self._group_size = reward_key, group_size
+        self._counts: Counter[str] = Counter()
+        self._response_length_S, self._total_length_S = array("q"), array("q")
+        self._loss_mask_T = bytearray()
+        self._reward_S, self._has_reward = array("d"), False
+        self._token_ids_U, self._lacking_ids = array("q"), 0
+        self._rollouts, self._groups = DenseIds("rollout_id"), DenseIds("group_index")
+        self._status_S: list[str | None] = []
+        self._statuses: dict[str, str] = {}
+        self._columns = {field: TokenColumn(name, field) for field in (*TOKEN_LISTS, "advantage")}
+
+    def __len__(self) -> int:
+        return len(self._response_length_S)
+
+    # -- one sample -------------------------------------------------------------------------------------------------
+
+    def add(self, sample: Mapping[str, object], where: str | None = None) -> None:
+        """Add one sample; `where` (`line 7`) helps the user find it.
+
+        Raises `RolloutError` naming the sample and the field when a field is of the wrong type, contradicts another, or
+        is given on some samples only.
+        """
+        label = f"sample {len(self)}" if where is None else f"sample {len(self)} ({where})"
+        try:
+            self._add(sample, label)
+        except FieldError as error:
+            raise RolloutError(f"{self.name}, {label}: {error}") from None
+
+    def _add(self, sample: Mapping[str, object], label: str) -> None:
+        get = sample.get
+        lists = {field: listed(get(field), field) for field in TOKEN_LISTS}
+        lists["advantage"], advantage = _advantage(get("advantage"))
+        mask, ids = listed(get("loss_mask"), "loss_mask"), listed(get("tokens"), "tokens")
+        length, origin = _response_length(get("response_length"), lists, mask)
+        total = _total_length(get("total_length"), ids, get("prompt"), length)
+        bits = self._loss_mask(mask, length, total, origin)
+        if get("remove_sample") is True:
+            self._counts["removed"] += 1
+            bits = bytes(length)
+        may_lack = 1 not in bits  # no masked-in token: nothing of it is ever read
+
+        for field, column in self._columns.items():
+            values = lists[field]
+            if values is not None:
+                if len(values) != length:
+                    raise FieldError(
+                        f"{field} has {len(values)} values but {origin} {length}: must have one per response token"
+                    )
+                column.add(floats(values, field), label)
+            elif field == "advantage" and advantage is not None:
+                column.add(array("d", [advantage]) * length, label)
+            else:
+                column.lack(length, may_lack, label)
+        self._add_reward(get("reward"))
+        self._add_status(get("status"))
+        self._add_ids(ids)
+        self._rollouts.add(get("rollout_id"))
+        self._groups.add(get("group_index"))
+        self._loss_mask_T += bits
+        self._total_length_S.append(total)
+        self._response_length_S.append(length)
+
+    def _loss_mask(self, mask: list | None, length: int, total: int, origin: str) -> bytes:
+        """One byte per response token; a mask over prompt and response loses the prompt's part."""
+        if mask is None:
+            return b"\1" * length
+        if len(mask) == length:
+            return mask_bits(mask)
+        if len(mask) != total:
+            raise FieldError(
+                f"loss_mask has {len(mask)} entries but {origin} {length} (total_length {total}): must have one per"
+                " response token"
+            )
+        self._counts["sliced"] += 1
+        return mask_bits(mask)[total - length :]
+
+    def _add_reward(self, value: object) -> None:
+        self._has_reward |= value is not None
+        score, form = reward(value, self._reward_key)
+        if form is not None:
+            self._counts[form] += 1
+        self._reward_S.append(score)
+
+    def _add_status(self, value: object) -> None:
+        if value is not None and not isinstance(value, str):
+            raise FieldError(f"status is {shown(value)}: must be a text or null")
+        self._status_S.append(value and self._statuses.setdefault(value, value))  # a million samples, a handful of texts
+
+    def _add_ids(self, values: list | None) -> None:
+        if values is None:
+            self._lacking_ids += 1
+            self._token_ids_U = array("q")  # of no use any more
+            return
+        ids = token_ids(values)
+        if not self._lacking_ids:
+            self._token_ids_U += ids
+
+    # -- the batch --------------------------------------------------------------------------------------------------
+
+    def build(self, *, recorded: RecordedLayout | None = None) -> RolloutBatch:
+        """The batch of all samples added; call once.
+
+        Raises `RolloutError` when there are no samples, when rollout_id is null on some samples only, when the rollouts
+        do not divide into groups of `group_size`, and for whatever `RolloutBatch` refuses.
+        """
+        samples = len(self)
+        if not samples:
+            why = f" ({'; '.join(self.notes)})" if self.notes else ""
+            raise RolloutError(f"{self.name} holds no samples{why}; give a file with at least one")
+        rollout_S = self._dense_rollouts()
+        group_S, groups = self._dense_groups(rollout_S)
+        has_ids = not self._lacking_ids
+        return RolloutBatch(
+            response_length_S=tensor(self._response_length_S, torch.int64),
+            total_length_S=tensor(self._total_length_S, torch.int64),
+            loss_mask_T=tensor(self._loss_mask_T, torch.bool),
+            rollout_S=rollout_S,
+            group_S=group_S,
+            run_S=torch.zeros(samples, dtype=torch.int64),
+            position_S=torch.arange(samples),
+            reward_S=tensor(self._reward_S, torch.float64) if self._has_reward else None,
+            log_probs_T=self._columns["log_probs"].tensor(),
+            old_log_probs_T=self._columns["old_log_probs"].tensor(),
+            ref_log_probs_T=self._columns["ref_log_probs"].tensor(),
+            rollout_log_probs_T=self._columns["rollout_log_probs"].tensor(),
+            entropy_T=self._columns["entropy"].tensor(),
+            advantages_T=self._columns["advantage"].tensor(),
+            token_ids_U=tensor(self._token_ids_U, torch.int64) if has_ids else None,
+            status_S=tuple(self._status_S) if self._statuses else None,
+            labels=Labels(rollouts=tuple(self._rollouts.dense), groups=groups),
+            recorded=recorded,
+            name=self.name,
+            notes=(*self.notes, *self._field_notes()),
+        )
+
+    def _dense_rollouts(self) -> Tensor:
+        rollout_S = np.frombuffer(self._rollouts.ids_S, dtype=np.int64)
+        missing = np.flatnonzero(rollout_S < 0)
+        if not missing.size:
+            return tensor(self._rollouts.ids_S, torch.int64)
+        if missing.size < rollout_S.size:
+            raise RolloutError(
+                f"{self.name}: rollout_id is null on samples {some(missing.tolist())} but given on others; give every"
+                " sample the id of its rollout, or none"
+            )
+        self.notes.append("rollout_id is null on every sample: each sample is its own rollout")
+        return torch.arange(len(self))
+
+    def _dense_groups(self, rollout_S: Tensor) -> tuple[Tensor, tuple[object, ...]]:
+        group_S, labels = tensor(self._groups.ids_S, torch.int64), tuple(self._groups.dense)
+        size = self._group_size
+        if labels:
+            if size is not None:
+                self.notes.append(f"--group-size {size} is ignored: the file has group_index")
+            missing = int((group_S == NO_GROUP).sum())
+            if missing:
+                self.notes.append(f"{_counted(missing, 'sample has', 'samples have')} no group_index")
+            return group_S, labels
+        if size is None:
+            return group_S, labels
+        rollouts = int(rollout_S.max()) + 1
+        if rollouts % size:
+            raise RolloutError(
+                f"{self.name}: {rollouts} rollouts cannot be cut into groups of {size}; give a --group-size that"
+                f" divides {rollouts}, or a file with group_index"
+            )
+        self.notes.append(f"no group_index in the file: grouped every {size} consecutive rollouts (--group-size)")
+        return rollout_S // size, tuple(range(rollouts // size))
+
+    def _field_notes(self) -> list[str]:
+        counts, notes = self._counts, []
+        if counts["text"]:
+            notes.append(f"{_counted(counts['text'], 'reward was', 'rewards were')} given as text and read as numbers")
+        if counts["bool"]:
+            notes.append(f"{_counted(counts['bool'], 'reward was', 'rewards were')} given as true/false and read as 1/0")
+        unscored = sum(map(math.isnan, self._reward_S)) if self._has_reward else 0
+        if unscored:
+            notes.append(f"{_counted(unscored, 'sample is', 'samples are')} unscored (reward null or NaN)")
+        if counts["sliced"]:
+            masks = _counted(counts["sliced"], "loss_mask covers", "loss_masks cover")
+            notes.append(f"{masks} prompt and response: the last response_length entries were taken")
+        if counts["removed"]:
+            notes.append(f"{_counted(counts['removed'], 'sample has', 'samples have')} remove_sample: fully masked out")
+        if 0 < self._lacking_ids < len(self):
+            notes.append(f"{_counted(self._lacking_ids, 'sample has', 'samples have')} no tokens: token ids are left out")
+        return notes
+
+
+def _advantage(value: object) -> tuple[list | None, float | None]:
+    """(per-token list, None) or (None, one number for all tokens)."""
+    value = plain(value)
+    if value is None:
+        return None, None
+    if isinstance(value, (list, tuple)):
+        return list(value), None
+    return None, number(value, "advantage")
+
+
+def _response_length(value: object, lists: Mapping[str, list | None], mask: list | None) -> tuple[int, str]:
+    """The response's length in tokens, and how a message introduces it."""
+    if value is not None:
+        return whole(value, "response_length"), "response_length is"
+    for field, values in (*lists.items(), ("loss_mask", mask)):
+        if values is not None:
+            return len(values), f"response_length (taken from {field}) is"
+    raise FieldError("response_length is missing: give it, or a loss_mask or a per-token list to take it from")
+
+
+def _total_length(value: object, ids: list | None, prompt: object, length: int) -> int:
+    """Prompt and response tokens; without total_length and tokens, the prompt counts if it is a list of ids."""
+    if value is None and ids is None:
+        is_ids = type(prompt) is list and all(type(token) is int for token in prompt)
+        return length + (len(prompt) if is_ids else 0)  # pyright: ignore[reportArgumentType]  # a list where is_ids
+    total = len(ids) if value is None and ids is not None else whole(value, "total_length")
+    if ids is not None and len(ids) != total:
+        raise FieldError(f"tokens has {len(ids)} ids but total_length is {total}: must be equal; correct one of the two")
+    if total < length:
+        what = "total_length is" if value is not None else "tokens has"
+        raise FieldError(f"{what} {total} but response_length is {length}: prompt and response together cannot be shorter")
+    return total
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"

@@ -1,0 +1,71 @@
+"""The growing columns of a batch under construction: per-token numbers and dense ids, in flat arrays."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import torch
+from torch import Tensor
+
+from aggcli.errors import RolloutError
+from aggcli.rollouts.batch import NO_GROUP
+from aggcli.rollouts.fields import identifier
+
+
+class TokenColumn:
+    """One optional per-token field; NaN stands where a fully masked sample lacks it."""
+
+    def __init__(self, name: str, field: str) -> None:
+        self._name, self._field = name, field
+        self._values_T = array("d")
+        self._skipped = 0  # tokens of the samples before the first that has the field
+        self._given: str | None = None
+        self._lacking: str | None = None
+
+    def add(self, values: array[float], label: str) -> None:
+        if self._given is None:
+            self._given = label
+            self._check()
+            self._values_T = array("d", [math.nan]) * self._skipped
+        self._values_T += values
+
+    def lack(self, length: int, may_lack: bool, label: str) -> None:
+        if not may_lack and self._lacking is None:
+            self._lacking = label
+            self._check()
+        if self._given is None:
+            self._skipped += length
+        else:
+            self._values_T += array("d", [math.nan]) * length
+
+    def _check(self) -> None:
+        if self._given is not None and self._lacking is not None:
+            raise RolloutError(
+                f"{self._name}, {self._lacking}: {self._field} is missing but {self._given} has it; give it on every"
+                " sample (only fully masked ones may lack it), or on none"
+            )
+
+    def tensor(self) -> Tensor | None:
+        return None if self._given is None else tensor(self._values_T, torch.float64)
+
+
+class DenseIds:
+    """Ids numbered in order of first appearance; null is -1."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+        self.dense: dict[int | str, int] = {}
+        self.ids_S = array("q")
+
+    def add(self, value: object) -> None:
+        if value is None:
+            self.ids_S.append(NO_GROUP)
+            return
+        key = value if type(value) is int else identifier(value, self._field)
+        self.ids_S.append(self.dense.setdefault(key, len(self.dense)))
+
+
+def tensor(values: array | bytearray, dtype: torch.dtype) -> Tensor:
+    """The array's memory as a tensor, not copied."""
+    return torch.frombuffer(values, dtype=dtype) if len(values) else torch.empty(0, dtype=dtype)

@@ -1,0 +1,135 @@
+"""Ranks: start them or join them, and the only ways numbers cross between them. Nothing else knows a process group exists."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aggcli.errors import AggcliError, SettingError
+
+
+class RankFailed(AggcliError):
+    """A started rank ended without finishing. `exit_code` is the rank's own where it said no in an orderly way."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class World:
+    """A set of ranks, this process being one of them; a single process is a world of one, by the same calls."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    """The process group; None in a world of one."""
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise float64 sum over ranks, on every rank."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over ranks, on every rank."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
+        if self.group is None or not values:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=operation, group=self.group)
+        return tensor.tolist()
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's item, in rank order, at the root; an empty list elsewhere."""
+        if self.group is None:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.gather_object(item, items if self.is_root else None, dst=0, group=self.group)
+        return items if self.is_root else []
+
+    def scatter(self, items: Sequence[Any]) -> Any:
+        """Rank r receives `items[r]`, and nothing of the others'; `items` are the root's, and ignored elsewhere."""
+        if self.group is None:
+            (item,) = items
+            return item
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, list(items) if self.is_root else None, src=0, group=self.group)
+        return received[0]
+
+    def broadcast(self, item: Any) -> Any:
+        """The root's item, on every rank."""
+        if self.group is None:
+            return item
+        box = [item]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+ALONE = World()
+"""A world of one."""
+
+
+def was_started_by_torchrun() -> bool:
+    """True in a process that torch's elastic launcher (torchrun, or `start_ranks`) started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+def join() -> World:
+    """Join the process group that the launcher describes, or be a world of one. Threads are shared out among ranks."""
+    if not was_started_by_torchrun():
+        return World()
+    dist.init_process_group("gloo")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+    return World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
+def leave(world: World) -> None:
+    """Leave the process group, if there is one."""
+    if world.group is not None:
+        dist.destroy_process_group()
+
+
+def start_ranks(ranks: int, arguments: Sequence[str]) -> None:
+    """Run `python -m aggcli <arguments>` on `ranks` local processes with torch's elastic launcher, and wait for them.
+
+    Raises `RankFailed` when a rank ends badly: it names the rank, and carries its exit code when the rank itself has said why.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if ranks > 64 * (os.cpu_count() or 1):
+        raise SettingError(f"{ranks} ranks on {os.cpu_count()} cores: use --layouts to evaluate large layouts in-process")
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "aggcli", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            raise RankFailed("", failure.exitcode) from None
+        name = signal.Signals(-failure.exitcode).name
+        raise RankFailed(f"rank {rank} (process {failure.pid}) was ended by {name}", 1) from None

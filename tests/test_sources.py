@@ -1,0 +1,144 @@
+"""Where batches come from: which files, in which order, in which format, joined with which."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from aggcli.config import SourceConfig
+from aggcli.errors import RolloutError
+from aggcli.rollouts.jsonl import read_jsonl
+from aggcli.rollouts.slime import read_slime
+from aggcli.rollouts.sources import detect_format, open_source
+
+DATA = Path(__file__).parent / "data"
+
+
+def refused(text: str):
+    """The error's whole single line must match."""
+    return pytest.raises(RolloutError, match=rf"^{text}$")
+
+
+def jsonl(folder: Path, content: str | bytes, name: str = "a.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+LINE = '{"response_length": 1, "rollout_id": 0}\n'
+
+
+def names(config: SourceConfig) -> list[str]:
+    return [re.sub(r".*\((.*)\)", r"\1", batch.name) for batch in open_source(config, 0)]
+
+
+def test_a_folder_is_read_in_numeric_order_without_eval_and_hidden_files(tmp_path: Path) -> None:
+    for name in ("10.jsonl", "2.jsonl", "0.jsonl", "1.jsonl", "eval_0.jsonl", ".3.jsonl", "notes.txt"):
+        jsonl(tmp_path, LINE, name)
+    numeric = ["0.jsonl", "1.jsonl", "2.jsonl", "10.jsonl"]
+    assert names(SourceConfig(rollouts=(str(tmp_path),))) == numeric
+    assert names(SourceConfig(rollouts=(str(tmp_path / "*.jsonl"),))) == numeric
+    assert names(SourceConfig(rollouts=(str(tmp_path),), include_eval=True)) == [*numeric, "eval_0.jsonl"]
+    assert names(SourceConfig(rollouts=(str(tmp_path / "eval_*"),))) == ["eval_0.jsonl"]
+    assert names(SourceConfig(rollouts=(str(tmp_path / "eval_0.jsonl"), str(tmp_path / "2.jsonl")))) == [
+        "eval_0.jsonl",
+        "2.jsonl",
+    ]
+
+
+def test_slimes_dump_details_folder_is_read_and_joined(tmp_path: Path) -> None:
+    for ours, theirs in (("rollout_data", "slime_rollout"), ("train_data", "slime_train")):
+        (tmp_path / ours).mkdir()
+        (tmp_path / ours / "1.pt").write_bytes((DATA / theirs / "1.pt").read_bytes())
+    # An evaluation dump has a rollout_id too, but is another rollout.
+    (tmp_path / "rollout_data/eval_1.pt").write_bytes((DATA / "slime_rollout/1.pt").read_bytes())
+    assert names(SourceConfig(rollouts=(str(tmp_path),))) == ["1.pt"]
+    assert names(SourceConfig(rollouts=(str(tmp_path),), include_eval=True)) == ["1.pt", "eval_1.pt"]
+
+
+def test_the_format_is_told_by_content_and_can_be_forced(tmp_path: Path) -> None:
+    assert detect_format(jsonl(tmp_path, "\n " + LINE, "rows.txt")) == "aggcli"
+    odd = tmp_path / "dump.bin"
+    odd.write_bytes((DATA / "slime_train/0.pt").read_bytes())
+    assert detect_format(odd) == "slime-train"
+    with refused(r".*dump\.bin: is a slime-train dump, not slime-rollout; change or drop --rollout-format"):
+        list(open_source(SourceConfig(rollouts=(str(odd),), rollout_format="slime-rollout"), 0))
+    with refused(r"--rollout-format 'slime-trian' is unknown; did you mean 'slime-train'\?"):
+        open_source(SourceConfig(rollouts=(str(odd),), rollout_format="slime-trian"), 0)
+    with refused(r".*: is in no format known by its content .*"):
+        detect_format(jsonl(tmp_path, "hello", "c.txt"))
+    with refused(r".*: is empty; give a file with at least one sample"):
+        detect_format(jsonl(tmp_path, "", "d.jsonl"))
+
+
+def test_dumps_with_their_keys_in_another_order_are_told_apart_too(tmp_path: Path) -> None:
+    for kind in ("slime_train", "slime_rollout"):
+        payload = torch.load(DATA / kind / "0.pt", weights_only=True)
+        torch.save(dict(reversed(payload.items())), tmp_path / f"{kind}.pt")
+    source = open_source(SourceConfig(rollouts=(str(tmp_path),)), 0)
+    assert (len(source), source.format) == (1, "slime-train")
+
+
+def test_a_source_reads_again_when_iterated_again_and_reads_nothing_ahead(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, LINE)
+    source = open_source(SourceConfig(rollouts=(str(path), str(jsonl(tmp_path, "{}", "b.jsonl")))), 0)
+    assert next(iter(source)).num_samples == 1  # b.jsonl, which is bad, is not read yet
+    jsonl(tmp_path, LINE + '{"response_length": 4, "rollout_id": 1}')
+    assert next(iter(source)).num_samples == 2
+
+
+def test_source_options_reach_the_reader(tmp_path: Path) -> None:
+    rows = [{"response_length": 1, "rollout_id": i, "reward": {"acc": i}} for i in range(4)]
+    path = jsonl(tmp_path, "\n".join(map(json.dumps, rows)))
+    (batch,) = open_source(SourceConfig(rollouts=(str(path),), reward_key="acc", group_size=2), 0)
+    assert batch.reward_S is not None
+    assert (batch.reward_S.tolist(), batch.group_S.tolist()) == ([0, 1, 2, 3], [0, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("missing.pt", r".*missing\.pt: no such file or folder; give .*"),
+        ("*.nothing", r".*\*\.nothing: no file matches it; give .*"),
+        ("empty", r".*empty: the folder holds no rollout files \(\.pt, \.jsonl\); give one that does"),
+        ("evals", r".*evals: the folder holds only eval_ files; read them with --include-eval"),
+        ("eva*/*", r".*: matches only eval_ files; read them with --include-eval"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path, path: str, text: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "evals").mkdir()
+    jsonl(tmp_path / "evals", LINE, "eval_0.jsonl")
+    with refused(text):
+        open_source(SourceConfig(rollouts=(str(tmp_path / path),)), 0)
+
+
+def test_no_path_and_synthetic_beside_a_file_are_refused() -> None:
+    with refused(r"no rollouts given: --rollouts takes a file, a folder, a glob or 'synthetic'"):
+        open_source(SourceConfig(), 0)
+    with refused(r"--rollouts synthetic stands alone; drop it or the files"):
+        open_source(SourceConfig(rollouts=("synthetic", "a.pt")), 0)
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", no)
+    monkeypatch.setattr(Path, "iterdir", no)
+
+
+@pytest.mark.usefixtures("unreadable")
+def test_what_may_not_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.touch()
+    for read in (detect_format, lambda p: read_jsonl(p, "s"), lambda p: read_slime(p, "s")):
+        with refused(r".*a\.jsonl: cannot be read \(Permission denied\)"):
+            read(path)
+    with refused(r".*: cannot be read \(Permission denied\)"):
+        open_source(SourceConfig(rollouts=(str(tmp_path),)), 0)
