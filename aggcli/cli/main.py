@@ -27,7 +27,7 @@ app = typer.Typer(
     help="How is the per-token policy loss averaged, and did my parallel layout change it?",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, compare, inspect, modes, env):
+for command in (run, compare, plot, inspect, modes, env):
     app.command(cls=GroupedCommand)(command)
 
 

@@ -136,11 +136,11 @@ def _micro_batch_sums(view: LocalView, quantities: Mapping[str, Tensor]) -> dict
     """Every weight vector against every quantity: one small matrix a micro-batch, added up in float64."""
     names = ("total_weight", *quantities)
     weights_WT = torch.stack(list(view.weights.values()))
-    values_QT = torch.stack([torch.ones_like(weights_WT[0]), *(x_T.to(weights_WT.dtype) for x_T in quantities.values())])
+    values_QT = torch.stack([torch.ones_like(weights_WT[0]), *(x_T.double() for x_T in quantities.values())])
     sums_WQ = torch.zeros(len(view.weights), len(names), dtype=torch.float64)
     sizes = list(view.micro_batch_tokens)
     for weights_WM, values_QM in zip(weights_WT.split(sizes, dim=1), values_QT.split(sizes, dim=1), strict=True):
-        sums_WQ += (weights_WM @ values_QM.T).double()
+        sums_WQ += weights_WM @ values_QM.T
     rows = sums_WQ.tolist()
     return {(rule, name): rows[w][q] for w, rule in enumerate(view.weights) for q, name in enumerate(names)}
 
@@ -157,7 +157,7 @@ def _gradient_products(view: LocalView, config: MeasureConfig, slopes: Mapping[s
     if "pg_loss" not in slopes:
         return {}
     gradient_RT = torch.stack([_gradient(view, config, rule, slopes) for rule in config.rules])
-    product_RR = (gradient_RT @ gradient_RT.T).double().tolist()
+    product_RR = (gradient_RT @ gradient_RT.T).tolist()
     return {("gradient", a, b): product_RR[i][j] for i, a in enumerate(config.rules) for j, b in enumerate(config.rules)}
 
 

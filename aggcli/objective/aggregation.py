@@ -89,21 +89,28 @@ def _inverse(count: Tensor) -> Tensor:
     return torch.where(count > 0, 1.0 / count, 0.0)
 
 
-def token_weights(mode: str, batch: RolloutBatch, denominators: Mapping[str, Tensor], objective: ObjectiveConfig) -> Tensor:
-    """The weight of every response token, float64 [T]; exactly 0 where the loss mask is 0."""
+def token_weights(
+    mode: str,
+    batch: RolloutBatch,
+    denominators: Mapping[str, Tensor],
+    objective: ObjectiveConfig,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """The weight of every response token, `dtype` [T]; exactly 0 where the loss mask is 0."""
     weight_S = sample_weights(
         mode,
         denominators,
         divisor=objective.loss_aggregation_divisor,
         prompt_mean_scale=objective.prompt_mean_scale,
     )
-    return spread(weight_S, batch)
+    return spread(weight_S.to(dtype), batch)
 
 
 def spread(value_S: Tensor, batch: RolloutBatch) -> Tensor:
     """A per-sample value at each masked-in token of the sample, 0 at the others; [T]."""
-    value_T = torch.repeat_interleave(value_S, batch.response_length_S, output_size=batch.loss_mask_T.numel())
-    return torch.where(batch.loss_mask_T, value_T, 0.0)
+    length_S = torch.nn.functional.pad(batch.response_length_S.int(), (1, 0))  # slot 0, of no tokens, is for the masked-out
+    slot_T = torch.repeat_interleave(length_S, output_size=batch.loss_mask_T.numel()).mul_(batch.loss_mask_T)
+    return torch.nn.functional.pad(value_S, (1, 0)).index_select(0, slot_T)
 
 
 def aggregate(loss_T: Tensor, weights_T: Tensor) -> Tensor:

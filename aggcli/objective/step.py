@@ -87,7 +87,7 @@ def step_inputs(
     return StepInputs(
         step,
         {name: value if value.dtype == torch.bool else value.to(dtype) for name, value in tokens.items()},
-        {rule: weight_T.to(torch.promote_types(dtype, torch.float32)) for rule, weight_T in weights.items()},
+        weights,
         rules,
         metric_rule,
         has_ratio,

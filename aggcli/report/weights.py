@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from aggcli.analysis.frames import Frames, token_weights
+from aggcli.analysis.frames import Frames, numbers, rows, token_weights
 from aggcli.report import style
 from aggcli.report.base import NothingToDraw, grid, plural
 from aggcli.report.style import Look
@@ -27,114 +28,118 @@ def weight_by_length(frames: Frames) -> Figure:
     One point per training sample and step, log axes (x: only where lengths differ tenfold). Samples without a trained
     token, and those whose tokens do not weigh above 0, cannot be shown; a note counts them. Raises `NothingToDraw`.
     """
-    samples = token_weights(frames.samples) if len(frames.samples) else frames.samples
-    if not len(samples):
+    if not len(frames.samples):
         raise NothingToDraw("no samples are recorded")
-    shown = samples[samples["relative_weight"] > 0]
+    samples = token_weights(frames.samples)
+    shown = rows(samples, numbers(samples, "relative_weight") > 0)
     if not len(shown):
         raise NothingToDraw("no sample has a token of positive weight")
-    looks = [look for look in style.looks(frames.runs) if (samples["run"] == look.label).any()]
+    looks = [look for look in style.looks(frames.runs) if look.label in set(shown["run"])]
     modes = list(dict.fromkeys(look.mode for look in looks))
     with style.context():
         figure, cells = grid(len(modes), 4.3, 3.1, columns=2, sharex=True, sharey=True)
         for axes, mode in zip(cells, modes, strict=True):
-            _draw_mode(axes, shown, [look for look in looks if look.mode == mode])
-        _scale(cells[0], shown)
+            _draw_mode(axes, rows(shown, mode=mode), [look for look in looks if look.mode == mode])
+        _scale(cells[0], numbers(shown, "response_length"), numbers(shown, "relative_weight"))
         figure.supylabel("weight of a token relative to the average token of its step", fontsize=10)
         for axes in cells[-2:]:
             axes.set_xlabel("response length [tokens, masked-out ones included]")
-        steps = plural(samples["step"].nunique(), "step")
+        steps = plural(len(set(samples["step"])), "step")
         style.title(figure, f"How much one token counts, by the length of its response ({steps})")
-        style.note(figure, _left_out(samples, shown))
+        style.note(figure, _left_out(samples))
     return figure
 
 
 def _draw_mode(axes: Axes, shown: pd.DataFrame, looks: Sequence[Look]) -> None:
     axes.axhline(1, color="0.55", linewidth=1, zorder=1)
     for look in looks:
-        own = shown[shown["run"] == look.label]
+        own = rows(shown, run=look.label)
         axes.scatter(
             own["response_length"],
             own["relative_weight"],
-            s=26,
+            s=26 if len(own) < 200 else 18,
             marker=look.marker,
             facecolors=look.face,
-            edgecolors=look.colour if not look.filled else "white",
+            edgecolors="white" if look.filled else look.colour,
             linewidths=0.5 if look.filled else 1,
             alpha=0.8,
             zorder=3,
             label=look.label,
             rasterized=len(own) > 5000,
         )
-    own = shown[shown["run"].isin([look.label for look in looks])]
-    finding, joined = _finding(own)
-    if joined is not None:
-        axes.hlines(joined["weight"], joined["low"], joined["high"], color=looks[0].colour, linewidth=1, alpha=0.5, zorder=2)
+    finding, spans = _finding(shown)
+    if 0 < len(spans) <= _MOST_GROUPS:
+        axes.hlines(*zip(*spans, strict=True), color=looks[0].colour, linewidth=1, alpha=0.5, zorder=2)
     axes.set_title(f"{looks[0].mode}: {finding}", color=looks[0].colour)
     if len(looks) > 1:
         axes.legend(fontsize=8.5, loc="best")
 
 
-def _finding(own: pd.DataFrame) -> tuple[str, pd.DataFrame | None]:
-    """What the panel shows, in words, from its numbers; and the spans of the groups whose tokens all weigh the same."""
-    step = own.groupby(["run", "step"], sort=False)
-    spread = step["relative_weight"].agg(lambda weight: weight.max() / weight.min()).max()
+def _finding(shown: pd.DataFrame) -> tuple[str, list[tuple[float, float, float]]]:
+    """What the panel shows, in words, from its numbers; and (weight, shortest, longest) of each group of equal weights."""
+    steps = list(_parts(shown, "run", "step"))
+    spread = max(_spread(step) for step in steps)
     if spread <= 1 + EQUAL:
-        return "all tokens weigh the same", None
-    groups = (
-        own[own["group"].notna()]
-        .groupby(["run", "step", "group"], sort=False)
-        .agg(
-            low=("response_length", "min"),
-            high=("response_length", "max"),
-            weight=("relative_weight", "min"),
-            heaviest=("relative_weight", "max"),
-            samples=("sample", "size"),
-        )
-    )
-    grouped = len(groups) and own["group"].notna().all() and (groups["samples"] > 1).any()
-    if grouped and (groups["heaviest"] <= groups["weight"] * (1 + EQUAL)).all():
-        return f"equal within a prompt group,\nup to {spread:.3g} times between groups", groups if len(
-            groups
-        ) <= _MOST_GROUPS else None
-    order = step.apply(_rank_correlation).mean()
-    lightest = "tokens of long responses are light" if order < -0.8 else "tokens weigh differently"
-    return f"{lightest},\nup to {spread:.3g} times between tokens", None
+        return "all tokens weigh the same", []
+    groups = list(_parts(rows(shown, shown["group"].notna().to_numpy(dtype=bool)), "run", "step", "group"))
+    whole = sum(map(len, groups)) == len(shown) and any(len(group) > 1 for group in groups)
+    if whole and all(_spread(group) <= 1 + EQUAL for group in groups):
+        return f"equal within a prompt group,\nbetween groups up to {spread:.2g} times apart", [
+            _span(group) for group in groups
+        ]
+    falling = np.mean([_rank_correlation(step) for step in steps]) < -0.8
+    what = "tokens of long responses are light" if falling else "tokens weigh differently"
+    return f"{what},\nup to {spread:.2g} times apart", []
+
+
+def _parts(frame: pd.DataFrame, *names: str) -> Iterator[pd.DataFrame]:
+    for _, part in frame.groupby(list(names), sort=False):
+        yield part
+
+
+def _spread(part: pd.DataFrame) -> float:
+    weights = numbers(part, "relative_weight")
+    return float(weights.max() / weights.min())
+
+
+def _span(group: pd.DataFrame) -> tuple[float, float, float]:
+    lengths = numbers(group, "response_length")
+    return float(numbers(group, "relative_weight")[0]), float(lengths.min()), float(lengths.max())
 
 
 def _rank_correlation(step: pd.DataFrame) -> float:
     """Of weight with length, within a step; 0 where either is constant."""
-    if step["response_length"].nunique() < 2 or step["relative_weight"].nunique() < 2:
-        return 0.0
-    return float(step["response_length"].rank().corr(step["relative_weight"].rank()))
+    ranks = step[["response_length", "relative_weight"]].rank().to_numpy()
+    return float(np.corrcoef(ranks.T)[0, 1]) if (np.ptp(ranks, axis=0) > 0).all() else 0.0
 
 
-def _scale(axes: Axes, shown: pd.DataFrame) -> None:
-    """Log axes, shared by all panels, with plain numbers; y always spans a factor of 4 around 1."""
-    low, high = shown["relative_weight"].min(), shown["relative_weight"].max()
+def _scale(axes: Axes, lengths: np.ndarray, weights: np.ndarray) -> None:
+    """Log axes, shared by all panels, with plain numbers; y spans at least a factor of 4 around 1."""
     axes.set_yscale("log")
-    axes.set_ylim(min(low / 1.35, 0.5), max(high * 1.35, 2))
-    logs = [axes.yaxis]
-    if shown["response_length"].max() > 10 * shown["response_length"].min():
+    axes.set_ylim(min(weights.min() / 1.35, 0.5), max(weights.max() * 1.35, 2))
+    _plain_log(axes.yaxis)
+    if lengths.max() > 10 * lengths.min():
         axes.set_xscale("log")
-        logs.append(axes.xaxis)
+        _plain_log(axes.xaxis)
     else:
         axes.set_xlim(left=0)
-    for axis in logs:
-        decades = np.diff(np.log10(axis.get_view_interval()))[0]
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
 
 
-def _left_out(samples: pd.DataFrame, shown: pd.DataFrame) -> str:
-    """How many samples have no point, and why; samples are counted once, not once per run."""
-    once = ["step", "sample"]
-    masked = samples[samples["trained_tokens"] == 0]
-    others = samples.drop(index=shown.index).drop(index=masked.index)
+def _plain_log(axis: Axis) -> None:
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 10**2.5 else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _left_out(samples: pd.DataFrame) -> str:
+    """How many samples of a run have no point, and why."""
+    runs = list(_parts(samples, "run"))
+    masked = [int((numbers(run, "trained_tokens") == 0).sum()) for run in runs]
+    hidden = [int((~(numbers(run, "relative_weight") > 0)).sum()) - count for run, count in zip(runs, masked, strict=True)]
     texts = []
-    if len(masked):
-        texts.append(f"{plural(len(masked.drop_duplicates(once)), 'fully masked sample')} left out: no trained token to weigh")
-    if len(others):
-        texts.append(f"{plural(len(others), 'point')} without a positive weight left out")
+    for counts, what in ((masked, "without a trained token"), (hidden, "whose tokens do not weigh above 0")):
+        if max(counts):
+            number = str(min(counts)) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+            texts.append(f"left out of each run: {number} {'sample' if number == '1' else 'samples'} {what}")
     return "; ".join(texts)

@@ -130,9 +130,13 @@ class RolloutBatch:
 
     def mask_sum_S(self) -> Tensor:
         """Masked-in tokens of each sample, int64."""
+        tokens = self.loss_mask_T.numel()
+        if not tokens:
+            return torch.zeros_like(self.response_length_S)
+        counted_T = self.loss_mask_T.cumsum(0, dtype=torch.int32 if tokens < 2**31 else torch.int64)  # half the memory
         ends_S = self.response_length_S.cumsum(0)
-        counted_T = torch.nn.functional.pad(self.loss_mask_T.cumsum(0), (1, 0))
-        return counted_T[ends_S] - counted_T[ends_S - self.response_length_S]
+        counted_S = torch.where(ends_S > 0, counted_T[(ends_S - 1).clamp(min=0)], 0).long()
+        return counted_S.diff(prepend=counted_S.new_zeros(1))
 
     def select(self, positions: Tensor, name: str | None = None) -> RolloutBatch:
         """The samples at `positions` (int64, any order), with their tokens; rollout and group ids stay as they are."""

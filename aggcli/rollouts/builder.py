@@ -76,10 +76,10 @@ class BatchBuilder:
     def _add(self, sample: Mapping[str, object], label: str) -> None:
         get = sample.get
         lists = {field: listed(get(field), field) for field in TOKEN_LISTS}
-        lists["advantage"], advantage = _advantage(get("advantage"))
+        lists["advantage"], advantage = advantage_of(get("advantage"))
         mask, ids = listed(get("loss_mask"), "loss_mask"), listed(get("tokens"), "tokens")
-        length, origin = _response_length(get("response_length"), lists, mask)
-        total = _total_length(get("total_length"), ids, get("prompt"), length)
+        length, origin = response_length_of(get("response_length"), lists, mask)
+        total = total_length_of(get("total_length"), ids, get("prompt"), length)
         bits = self._loss_mask(mask, length, total, origin)
         if get("remove_sample") is True:
             self._counts["removed"] += 1
@@ -201,7 +201,7 @@ class BatchBuilder:
                 self.notes.append(f"--group-size {size} is ignored: the file has group_index")
             missing = int((group_S == NO_GROUP).sum())
             if missing:
-                self.notes.append(f"{_counted(missing, 'sample has', 'samples have')} no group_index")
+                self.notes.append(f"{counted(missing, 'sample has', 'samples have')} no group_index")
             return group_S, labels
         if size is None:
             return group_S, labels
@@ -217,55 +217,17 @@ class BatchBuilder:
     def _field_notes(self) -> list[str]:
         counts, notes = self._counts, []
         if counts["text"]:
-            notes.append(f"{_counted(counts['text'], 'reward was', 'rewards were')} given as text and read as numbers")
+            notes.append(f"{counted(counts['text'], 'reward was', 'rewards were')} given as text and read as numbers")
         if counts["bool"]:
-            notes.append(f"{_counted(counts['bool'], 'reward was', 'rewards were')} given as true/false and read as 1/0")
+            notes.append(f"{counted(counts['bool'], 'reward was', 'rewards were')} given as true/false and read as 1/0")
         unscored = sum(map(math.isnan, self._reward_S)) if self._has_reward else 0
         if unscored:
-            notes.append(f"{_counted(unscored, 'sample is', 'samples are')} unscored (reward null or NaN)")
+            notes.append(f"{counted(unscored, 'sample is', 'samples are')} unscored (reward null or NaN)")
         if counts["sliced"]:
-            masks = _counted(counts["sliced"], "loss_mask covers", "loss_masks cover")
+            masks = counted(counts["sliced"], "loss_mask covers", "loss_masks cover")
             notes.append(f"{masks} prompt and response: the last response_length entries were taken")
         if counts["removed"]:
-            notes.append(f"{_counted(counts['removed'], 'sample has', 'samples have')} remove_sample: fully masked out")
+            notes.append(f"{counted(counts['removed'], 'sample has', 'samples have')} remove_sample: fully masked out")
         if 0 < self._lacking_ids < len(self):
-            notes.append(f"{_counted(self._lacking_ids, 'sample has', 'samples have')} no tokens: token ids are left out")
+            notes.append(f"{counted(self._lacking_ids, 'sample has', 'samples have')} no tokens: token ids are left out")
         return notes
-
-
-def _advantage(value: object) -> tuple[list | None, float | None]:
-    """(per-token list, None) or (None, one number for all tokens)."""
-    value = plain(value)
-    if value is None:
-        return None, None
-    if isinstance(value, (list, tuple)):
-        return list(value), None
-    return None, number(value, "advantage")
-
-
-def _response_length(value: object, lists: Mapping[str, list | None], mask: list | None) -> tuple[int, str]:
-    """The response's length in tokens, and how a message introduces it."""
-    if value is not None:
-        return whole(value, "response_length"), "response_length is"
-    for field, values in (*lists.items(), ("loss_mask", mask)):
-        if values is not None:
-            return len(values), f"response_length (taken from {field}) is"
-    raise FieldError("response_length is missing: give it, or a loss_mask or a per-token list to take it from")
-
-
-def _total_length(value: object, ids: list | None, prompt: object, length: int) -> int:
-    """Prompt and response tokens; without total_length and tokens, the prompt counts if it is a list of ids."""
-    if value is None and ids is None:
-        is_ids = type(prompt) is list and all(type(token) is int for token in prompt)
-        return length + (len(prompt) if is_ids else 0)  # pyright: ignore[reportArgumentType]  # a list where is_ids
-    total = len(ids) if value is None and ids is not None else whole(value, "total_length")
-    if ids is not None and len(ids) != total:
-        raise FieldError(f"tokens has {len(ids)} ids but total_length is {total}: must be equal; correct one of the two")
-    if total < length:
-        what = "total_length is" if value is not None else "tokens has"
-        raise FieldError(f"{what} {total} but response_length is {length}: prompt and response together cannot be shorter")
-    return total
-
-
-def _counted(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import reprlib
 from array import array
+from collections.abc import Mapping
 
 from aggcli.errors import some
 
 LONGEST = 2**31 - 1  # tokens of one sample; keeps a misread length from asking for all memory
+EXACT = 2**53  # beyond it a float stands for several whole numbers, and two ids could become one
 
 
 class FieldError(ValueError):
@@ -57,7 +59,7 @@ def whole(value: object, field: str) -> int:
 def identifier(value: object, field: str) -> int | str:
     """An id: a whole number or a text."""
     value = plain(value)
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise FieldError(f"{field} is {shown(value)}: must be a whole number, a text or null")
@@ -149,3 +151,44 @@ def reward(value: object, key: str | None) -> tuple[float, str | None]:
 
 def _keys(value: dict) -> str:
     return some(sorted(map(str, value)), most=8) if value else "(none)"
+
+
+# -- fields that depend on each other ----------------------------------------------------------------------------------
+
+
+def advantage_of(value: object) -> tuple[list | None, float | None]:
+    """(per-token list, None) or (None, one number for all tokens)."""
+    value = plain(value)
+    if value is None:
+        return None, None
+    if isinstance(value, (list, tuple)):
+        return list(value), None
+    return None, number(value, "advantage")
+
+
+def response_length_of(value: object, lists: Mapping[str, list | None], mask: list | None) -> tuple[int, str]:
+    """The response's length in tokens, and how a message introduces it."""
+    if value is not None:
+        return whole(value, "response_length"), "response_length is"
+    for field, values in (*lists.items(), ("loss_mask", mask)):
+        if values is not None:
+            return len(values), f"response_length (taken from {field}) is"
+    raise FieldError("response_length is missing: give it, or a loss_mask or a per-token list to take it from")
+
+
+def total_length_of(value: object, ids: list | None, prompt: object, length: int) -> int:
+    """Prompt and response tokens; without total_length and tokens, the prompt counts if it is a list of ids."""
+    if value is None and ids is None:
+        is_ids = type(prompt) is list and all(type(token) is int for token in prompt)
+        return length + (len(prompt) if is_ids else 0)  # pyright: ignore[reportArgumentType]  # a list where is_ids
+    total = len(ids) if value is None and ids is not None else whole(value, "total_length")
+    if ids is not None and len(ids) != total:
+        raise FieldError(f"tokens has {len(ids)} ids but total_length is {total}: must be equal; correct one of the two")
+    if total < length:
+        what = "total_length is" if value is not None else "tokens has"
+        raise FieldError(f"{what} {total} but response_length is {length}: prompt and response together cannot be shorter")
+    return total
+
+
+def counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"

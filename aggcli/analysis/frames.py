@@ -1,0 +1,224 @@
+"""Results directories as pandas frames: metrics, layouts, ranks and samples.
+
+Records say null for what was not measured; it is NaN here, and only here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from aggcli.errors import RecordError
+from aggcli.measurement.catalogue import describe
+from aggcli.records import LAYOUTS, METRICS, SAMPLES, SCHEMA, read_lines, read_manifest, run_directories
+
+SAMPLE_COLUMNS = ("sample", "rollout", "group", "response_length", "trained_tokens", "reward", "correct", "weight")
+_STEP_FILE = re.compile(r"step-(\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory. `label`: the mode where that is enough to tell the runs apart, else `mode (directory)`."""
+
+    label: str
+    mode: str
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Frames:
+    """What results directories hold. Every frame starts with the columns run (its label), mode and step.
+
+    metrics: one row per (run, step); layouts: per (run, step, layout); ranks: per (run, step, layout, rank), where a
+    weighted metric is the rank's share and `idle` says that the rank had no sample; samples: per (run, step, training
+    sample). Metrics are float64 columns with the catalogue's units. `notes`: what was left out, for the reader.
+    """
+
+    runs: tuple[Run, ...]
+    metrics: pd.DataFrame
+    layouts: pd.DataFrame
+    ranks: pd.DataFrame
+    samples: pd.DataFrame
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def steps(self) -> list[int]:
+        """The recorded steps of all runs together, sorted."""
+        return sorted(set(self.metrics["step"].tolist()))
+
+    def need_step(self, step: int) -> None:
+        """Raises `RecordError`, naming the range, unless a run recorded this step."""
+        steps = self.steps
+        if step not in steps:
+            holes = "" if len(steps) == steps[-1] - steps[0] + 1 else f", {len(steps)} of them"
+            recorded = f"steps {steps[0]} to {steps[-1]}{holes} are" if len(steps) > 1 else f"only step {steps[0]} is"
+            raise RecordError(f"--step {step}: is not recorded; {recorded}")
+
+
+def read_frames(directories: Sequence[Path]) -> Frames:
+    """The frames of all runs in these results directories (runs, or comparisons of several), in their order.
+
+    A directory that is given twice counts once; a run without a recorded step is left out, with a note. Raises
+    `RecordError` for a folder that is no results directory, a record that cannot be read, or when no step is recorded at all.
+    """
+    found = _labelled(_runs(directories))
+    metrics = {run.label: list(_lines(run, METRICS)) for run in found}
+    runs = tuple(run for run in found if metrics[run.label])
+    if not runs:
+        raise RecordError(f"{', '.join(map(str, directories))}: no steps are recorded")
+    layouts = [row for run in runs if (run.directory / LAYOUTS).exists() for row in _lines(run, LAYOUTS)]
+    return Frames(
+        runs=runs,
+        metrics=_frame([row for run in runs for row in metrics[run.label]]),
+        layouts=_frame([{key: value for key, value in row.items() if key != "ranks"} for row in layouts], "layout"),
+        ranks=_frame([rank for row in layouts for rank in _ranks_of(row)], "layout", "rank", "idle"),
+        samples=_samples(runs),
+        notes=tuple(f"{run.directory}: no steps are recorded; left out" for run in found if run not in runs),
+    )
+
+
+def token_weights(samples: pd.DataFrame) -> pd.DataFrame:
+    """`samples` with `relative_weight`: the weight of one of a sample's tokens over that of the step's average token.
+
+    relative_weight = (weight / trained_tokens) * (tokens of the step / total weight of the step), so 1 is the average
+    token of (run, step), whatever the mode's absolute scale. NaN for fully masked samples and steps of total weight 0.
+    """
+    step = samples.groupby(["run", "step"], sort=False)
+    totals = pd.DataFrame({name: step[name].transform("sum") for name in ("weight", "trained_tokens")})
+    with np.errstate(divide="ignore", invalid="ignore"):
+        average = numbers(totals, "weight") / numbers(totals, "trained_tokens")
+        relative = numbers(samples, "weight") / numbers(samples, "trained_tokens") / average
+    return samples.assign(relative_weight=np.where(np.isfinite(relative), relative, np.nan))
+
+
+# -- looking into a frame -------------------------------------------------------------------------------------------
+
+
+def rows(frame: pd.DataFrame, keep: NDArray[np.bool_] | None = None, **equal: object) -> pd.DataFrame:
+    """The rows of `keep`, and of those the ones whose columns have these values."""
+    chosen = np.ones(len(frame), dtype=bool) if keep is None else keep
+    for name, value in equal.items():
+        chosen = chosen & (frame[name] == value).to_numpy(dtype=bool)
+    return pd.DataFrame(frame[chosen])
+
+
+def numbers(frame: pd.DataFrame, name: str) -> NDArray[np.float64]:
+    """A column as float64, [rows]; NaN where it is blank, and everywhere when there is no such column."""
+    return frame[name].to_numpy(dtype="float64") if name in frame else np.full(len(frame), np.nan)
+
+
+# -- runs and their labels ------------------------------------------------------------------------------------------
+
+
+def _runs(directories: Sequence[Path]) -> list[Run]:
+    """Each run once; the label is still empty."""
+    found: dict[Path, Run] = {}
+    for given in directories:
+        for directory in run_directories(given):
+            mode = str(read_manifest(directory).get("mode", "custom"))
+            found.setdefault(directory.resolve(), Run("", mode, directory))
+    return list(found.values())
+
+
+def _labelled(found: list[Run]) -> list[Run]:
+    """Runs with the shortest label that tells those of a mode apart."""
+    choices: tuple[Callable[[Run], str], ...] = (
+        lambda run: run.mode,
+        lambda run: f"{run.mode} ({_own_name(run)})",
+        lambda run: f"{run.mode} ({run.directory})",
+        lambda run: f"{run.mode} ({run.directory.resolve()})",
+    )
+    labels: dict[Path, str] = {}
+    for mode in dict.fromkeys(run.mode for run in found):
+        same = [run for run in found if run.mode == mode]
+        named = next(texts for choice in choices if len(set(texts := [choice(run) for run in same])) == len(same))
+        labels.update({run.directory: label for run, label in zip(same, named, strict=True)})
+    return [Run(labels[run.directory], run.mode, run.directory) for run in found]
+
+
+def _own_name(run: Run) -> str:
+    """The directory's name; in a comparison, where it only repeats the mode, the comparison's."""
+    directory = run.directory.resolve()
+    return directory.name if directory.name != run.mode else directory.parent.name
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------
+
+
+def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
+    path = run.directory / name
+    for number, line in enumerate(read_lines(path), 1):
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise RecordError(f"{path}: line {number} is not the record of a step")
+        if line.get("schema", SCHEMA) != SCHEMA:
+            raise RecordError(f"{path}: line {number} has schema {line['schema']}, this version reads {SCHEMA}")
+        values = {key: value for key, value in line.items() if key not in ("schema", "mode", "step")}
+        yield {"run": run.label, "mode": run.mode, "step": line["step"], **values}
+
+
+def _ranks_of(layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    place = {key: layout.get(key) for key in ("run", "mode", "step", "layout")}
+    for rank in layout.get("ranks") or ():
+        yield {**place, **rank, "idle": not rank.get("partition", [True])}
+
+
+def _frame(rows: list[dict[str, Any]], *keys: str) -> pd.DataFrame:
+    frame = pd.DataFrame.from_records(rows) if rows else pd.DataFrame(columns=pd.Index(["run", "mode", "step", *keys]))
+    for name in frame.columns:
+        if _is_metric(name):
+            try:
+                frame[name] = frame[name].astype("float64")
+            except (TypeError, ValueError) as error:
+                raise RecordError(
+                    f"metric '{name}' of run {frame['run'].iloc[0]} is recorded as something else than numbers"
+                ) from error
+    return frame
+
+
+def _is_metric(name: str) -> bool:
+    try:
+        describe(name)
+    except KeyError:
+        return False
+    return True
+
+
+def _samples(runs: Sequence[Run]) -> pd.DataFrame:
+    parts = []
+    for run in runs:
+        folder = run.directory / SAMPLES
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if match := _STEP_FILE.fullmatch(path.name):
+                part = _read_samples(path)
+                part.insert(0, "run", run.label)
+                part.insert(1, "mode", run.mode)
+                part.insert(2, "step", int(match[1]))
+                parts.append(part)
+    if not parts:
+        return pd.DataFrame(columns=pd.Index(["run", "mode", "step", *SAMPLE_COLUMNS]))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _read_samples(path: Path) -> pd.DataFrame:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise RecordError(f"{path}: cannot be read as Parquet; restore it or delete it") from error
+    missing = [name for name in SAMPLE_COLUMNS if name not in table.column_names]
+    if missing:
+        raise RecordError(f"{path}: has no column {', '.join(missing)}")
+    frame = pd.DataFrame({name: table.column(name).to_pylist() for name in SAMPLE_COLUMNS}, dtype=object)
+    try:
+        return frame.astype(dict.fromkeys(("response_length", "trained_tokens", "reward", "weight"), "float64"))
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"{path}: holds something else than numbers where numbers belong ({error})") from error

@@ -1,0 +1,143 @@
+"""The one visual language: a colour and a marker per mode, a line per scope, and how a figure reaches the disk.
+
+Colours are Okabe and Ito's, which stay apart for colour-blind readers. Nothing touches pyplot or needs a display: figures are
+made and saved by matplotlib's own Agg, SVG and PDF writers, whatever backend the user has configured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.style
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from aggcli.analysis.frames import Run
+from aggcli.errors import RecordError
+from aggcli.measurement.catalogue import describe
+
+MODE_COLOURS = {"sample_mean": "#0072B2", "prompt_mean": "#D55E00", "token_mean": "#009E73", "constant": "#CC79A7"}
+MODE_MARKERS = {"sample_mean": "o", "prompt_mean": "s", "token_mean": "^", "constant": "D"}
+OTHER_COLOUR, OTHER_MARKER = "#000000", "P"
+"""Any other rule, such as a custom reducer."""
+SCOPE_LINES = {"step": "-", "rank": "--", "micro-batch": ":"}
+"""The line of a number by the scope that it was counted in."""
+GOOD, BAD, NEUTRAL = "#56B4E9", "#E69F00", "#BBBBBB"
+LENGTH_SHADES = ("#DCE3EA", "#A9B8C6", "#6F8599", "#33475B")
+"""Short to long."""
+FORMATS = ("png", "svg", "pdf")
+
+_RC: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "0.35",
+    "axes.grid": True,
+    "axes.labelcolor": "0.15",
+    "axes.labelsize": 10,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10.5,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.hspace": 0.06,
+    "figure.constrained_layout.wspace": 0.05,
+    "figure.dpi": 150,
+    "figure.titlesize": 13,
+    "figure.titleweight": "bold",
+    "font.size": 10,
+    "grid.color": "0.9",
+    "legend.frameon": False,
+    "pdf.fonttype": 42,
+    "savefig.dpi": 150,
+    "svg.hashsalt": "aggcli",
+    "text.parse_math": False,  # a directory may be called a$b$
+    "xtick.labelsize": 9.5,
+    "ytick.labelsize": 9.5,
+}
+_UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a run is drawn: the mode's colour and marker; later runs of a mode are paler, every second one is hollow."""
+
+    label: str
+    mode: str
+    colour: str | tuple[float, float, float]
+    marker: str
+    filled: bool
+
+    @property
+    def face(self) -> str | tuple[float, float, float]:
+        """Fill of the marker."""
+        return self.colour if self.filled else "white"
+
+
+def looks(runs: Sequence[Run]) -> list[Look]:
+    """One look per run, in the order of the runs."""
+    made, seen = [], {}
+    for run in runs:
+        mode = run.mode if run.mode in MODE_COLOURS else "custom"
+        nth = seen[mode] = seen.get(mode, -1) + 1
+        colour = _paler(MODE_COLOURS.get(mode, OTHER_COLOUR), (nth % 4) * 0.2)
+        made.append(Look(run.label, run.mode, colour, MODE_MARKERS.get(mode, OTHER_MARKER), nth % 2 == 0))
+    return made
+
+
+def _paler(colour: str, share: float) -> tuple[float, float, float]:
+    red, green, blue = (part + (1 - part) * share for part in to_rgb(colour))
+    return red, green, blue
+
+
+@contextmanager
+def context() -> Iterator[None]:
+    """matplotlib's defaults and this style inside, the user's settings again afterwards."""
+    with matplotlib.style.context("default"), matplotlib.rc_context(_RC):
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches, with an Agg canvas."""
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def title(figure: Figure, text: str) -> None:
+    """The figure's title, at the left edge."""
+    figure.suptitle(text, x=0.01, ha="left")
+
+
+def note(figure: Figure, text: str) -> None:
+    """A note under the axes, at the left edge."""
+    if text:
+        figure.supxlabel(text, x=0.01, ha="left", fontsize=9, color="0.3")
+
+
+def metric_label(name: str) -> str:
+    """`ppo_kl [nats]`: a metric and its unit, as the catalogue has them."""
+    unit = describe(name).unit
+    return f"{name} [{unit}]" if unit else name
+
+
+def metric_over(name: str) -> str:
+    """`over scored rollouts`: what a metric is over, as the catalogue has it."""
+    return f"over {describe(name).over}"
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure in the format of the path's ending: the same bytes for the same figure, without a date.
+
+    Raises `RecordError` when the path cannot be written.
+    """
+    kind = path.suffix.removeprefix(".")
+    try:
+        with context():
+            figure.savefig(path, format=kind, metadata=_UNDATED[kind])
+    except OSError as error:
+        raise RecordError(f"--output {path.parent}: {path.name} cannot be written ({error.strerror})") from error

@@ -1,0 +1,98 @@
+"""Real processes give the in-process numbers, under torchrun and under the tool's own launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank_worker import FIXTURES, LAYOUTS
+
+ROOT = Path(__file__).parent.parent
+DUMP = Path(__file__).parent / "data" / "slime_rollout" / "0.pt"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+
+
+def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, **options)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    output = tmp_path_factory.mktemp("ranks") / "numbers.json"
+    done = _run([*TORCHRUN, "--nproc-per-node=4", "-m", "tests.rank_worker", str(output)], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return {(entry["layout"], entry["fixture"]): entry for entry in json.loads(output.read_text())}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("fixture", FIXTURES)
+def test_each_real_rank_and_their_sum_give_the_in_process_numbers(measured, layout: str, fixture: str) -> None:
+    entry = measured[layout, fixture]
+    assert len(entry["ranks"]) == len(entry["twins"]) > 1 or layout == "dp1cp4"
+    for rank, twin in zip(entry["ranks"], entry["twins"], strict=True):
+        assert rank == pytest.approx(twin, rel=1e-12, abs=1e-15)
+    assert entry["total"] == pytest.approx(entry["twin_total"], rel=1e-12, abs=1e-15)
+    assert entry["maxima"] == entry["twin_maxima"]
+    assert entry["lengths"] == entry["twin_lengths"]
+
+
+def test_a_rank_without_samples_takes_part_and_adds_nothing(measured) -> None:
+    entry = measured["dp3", "two samples"]
+    assert entry["idle"] == 1
+    assert any(not any(rank) for rank in entry["ranks"])
+
+
+def _json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["steps"][0]["modes"]
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("alone")
+    layouts = "dp2cp2:first-fit,dp3:first-fit"
+    return _json(_run([sys.executable, "-m", "aggcli", *_arguments(folder), "--layouts", layouts]))
+
+
+def _arguments(folder: Path) -> list[str]:
+    return ["compare", "--rollouts", str(DUMP), "--json", "--output", str(folder / "out")]
+
+
+def _same_numbers(real: dict[str, Any], twin: dict[str, Any]) -> None:
+    assert real.keys() == twin.keys()
+    for name, value in real.items():
+        if name == "ranks":
+            for a, b in zip(value, twin[name], strict=True):
+                _same_numbers(a, b)
+        elif isinstance(value, float):
+            assert value == pytest.approx(twin[name], rel=1e-12, abs=1e-15), name
+        else:
+            assert value == twin[name], name
+
+
+def test_our_own_launcher_on_dp2_cp2_gives_the_in_process_report(tmp_path: Path, in_process: dict[str, Any]) -> None:
+    done = _run([sys.executable, "-m", "aggcli", *_arguments(tmp_path), "--dp", "2", "--cp", "2"])
+    for mode, values in _json(done).items():
+        _same_numbers(values["layouts"]["dp2cp2:first-fit"], in_process[mode]["layouts"]["dp2cp2:first-fit"])
+    layouts = (tmp_path / "out" / "sample_mean" / "layouts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["evaluated"] for line in layouts] == ["processes", *["in-process"] * 4]
+
+
+def test_a_users_torchrun_is_joined_and_gives_the_in_process_report(tmp_path: Path, in_process: dict[str, Any]) -> None:
+    done = _run([*TORCHRUN, "--nproc-per-node=3", "-m", "aggcli", *_arguments(tmp_path)])
+    for mode, values in _json(done).items():
+        _same_numbers(values["layouts"]["dp3:first-fit"], in_process[mode]["layouts"]["dp3:first-fit"])
+
+
+def test_a_users_mistake_on_real_ranks_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    done = _run([sys.executable, "-m", "aggcli", "run", "--rollouts", str(tmp_path / "nothing.pt"), "--dp", "2"])
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "nothing.pt" in done.stderr
