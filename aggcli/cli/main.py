@@ -15,8 +15,7 @@ from aggcli.cli.env import env
 from aggcli.cli.inspect import inspect
 from aggcli.cli.modes import modes
 from aggcli.cli.options import GroupedCommand
-
-# PLOT from aggcli.cli.plot import plot
+from aggcli.cli.plot import plot
 from aggcli.cli.run import run
 from aggcli.errors import AggcliError, ExitCode
 
