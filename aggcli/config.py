@@ -23,7 +23,14 @@ MODES: tuple[str, ...] = ("sample_mean", "prompt_mean", "token_mean", "constant"
 DEFAULT_LAYOUTS: tuple[str, ...] = ("dp1:first-fit", "dp2:interleaved", "dp2:contiguous", "dp4:balanced")
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_aggregation": "sample_mean", "advantages": "grpo", "eps_clip": 0.2},
-    "dapo": {"loss_aggregation": "prompt_mean", "advantages": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28},
+    "dapo": {
+        "loss_aggregation": "prompt_mean",
+        "advantages": "grpo",
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.28,
+        "dynamic_sampling": True,
+        "overlong_buffer": 8,
+    },
     "dr_grpo": {"loss_aggregation": "constant", "advantages": "mean_only", "eps_clip": 0.2},
 }
 """What each recipe sets unless a flag or the config file says otherwise (DeepSeekMath; DAPO; Dr.GRPO)."""
@@ -135,23 +142,97 @@ class SourceConfig:
     reward_key: str | None = None
     """Key of the reward when it is an object."""
     group_size: int | None = None
-    """Group every this many consecutive rollouts where a file has no group_index."""
+    """Group every this many consecutive rollouts where a file has no group_index; in formats that are grouped by identical
+    prompt, every this many rows of a prompt."""
+    length_unit: Literal["chars", "words"] | None = None
+    """What lengths count in dumps that hold text only (verl, TRL); always labelled. Default there: chars."""
+    tokenizer: str | None = None
+    """Local tokenizer.json, or a folder with one, that counts the tokens of dumps that hold text only."""
+    reward_weights: str | None = None
+    """Weights that combine reward columns (verl, TRL), as name=1,other=0.5; columns not named are left out. Default: TRL's
+    numeric columns at 1 each, verl's score alone."""
+    unsafe_load: bool = False
+    """Read pickles (SkyRL): a format that can hold code. What is not plain data or SkyRL's own batch is refused even so."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
 
 @dataclass(frozen=True)
-class ReplayConfig:
-    """Everything a replay depends on."""
+class TrainingConfig:
+    """The training loop: task, policy, sampling and optimizer."""
+
+    task: str = "running-sum"
+    """Task to train on when no rollouts are given: running-sum, or control (length is free of correctness)."""
+    task_digits: int = 6
+    """Digits of a prompt."""
+    train: bool = False
+    """Take optimizer steps of the small policy on the recorded rollouts, each file one step."""
+    steps: int = 100
+    """Rollout steps."""
+    seeds: int | None = None
+    """Seeds per mode in `compare`: --seed, --seed + 1, ...; default 3."""
+    rollout_batch_size: int = 16
+    """Prompts of a rollout step."""
+    n_samples_per_prompt: int = 8
+    """Rollouts of a prompt."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    num_iterations: int = 1
+    """Passes over each rollout batch."""
+    dynamic_sampling: bool = False
+    """Sample more prompts until the batch is full of groups that are neither all right nor all wrong (DAPO)."""
+    dynamic_sampling_rounds: int = 8
+    """Most rounds of sampling for a batch; then it is trained on with the groups there are."""
+    overlong_buffer: int = 0
+    """Soft overlong penalty (DAPO eq. 13): it grows from 0 to -1 over the last this many tokens of the response limit."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer."""
+    lr: float = 3e-4
+    """Learning rate."""
+    lr_warmup_steps: int = 0
+    """Optimizer steps over which the learning rate grows linearly from 0."""
+    adam_beta1: float = 0.9
+    """AdamW's decay of the mean gradient."""
+    adam_beta2: float = 0.999
+    """AdamW's decay of the mean squared gradient."""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    clip_grad: float = 1.0
+    """Largest 2-norm of a run's gradient; 0 does not clip."""
+    match: Literal["none", "grad-norm"] = "none"
+    """grad-norm: scale each mode's learning rate so that its first gradient has the size of the first mode's."""
+    layers: int = 2
+    """Layers of the policy."""
+    width: int = 64
+    """Width of the policy."""
+    heads: int = 4
+    """Attention heads of the policy."""
+    warm_start: str | None = None
+    """Initial parameters (safetensors); default: the task's own supervised warm start, made and cached where not shipped."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 or auto (cuda where there is one)."""
+    checkpoint_every: int = 20
+    """Rollout steps between checkpoints."""
+    layout_records: bool = True
+    """Record every step under the layouts too."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run depends on."""
 
     source: SourceConfig = field(default_factory=SourceConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
     recipe: Literal["grpo", "dapo", "dr_grpo"] | None = None
     """A set of objective settings; single flags win over it."""
     modes: tuple[str, ...] | None = None
     """Modes that `compare` lines up, the first being the baseline; default: all four."""
-    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
-    """Arithmetic of the per-token quantities."""
+    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    """Arithmetic of per-token numbers and of the policy (sums are float64); default: float64 in replay, float32 in training;
+    bfloat16 is autocast in training."""
     seed: int = 0
     """Seed of everything drawn."""
     correct_threshold: float = 1.0
@@ -163,7 +244,7 @@ class ReplayConfig:
     """Record the sorted response lengths of the correct samples of each rank too."""
 
 
-def settings_from(given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> ReplayConfig:
+def settings_from(given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> RunConfig:
     """Build and check settings from flat values.
 
     Precedence: `given` (flags and config file), then the recipe, then `defaults`, then the fields' own defaults. Values of
@@ -178,7 +259,7 @@ def settings_from(given: Mapping[str, object], defaults: Mapping[str, object] | 
         raise SettingError(f"unknown recipe '{recipe}'{nearest(str(recipe), RECIPES)}")
     values = {**(defaults or {}), **RECIPES.get(str(recipe), {}), **asked}
     values.update(_one_thing(asked, values))
-    config = _build(ReplayConfig, values)
+    config = _build(RunConfig, values)
     _check(config, asked)
     return config
 
@@ -197,7 +278,7 @@ def _one_thing(asked: Mapping[str, object], values: Mapping[str, object]) -> dic
     return {"calculate_per_token_loss": values.get("loss_aggregation") == "token_mean"}
 
 
-def _check(config: ReplayConfig, asked: Mapping[str, object]) -> None:
+def _check(config: RunConfig, asked: Mapping[str, object]) -> None:
     objective, layout, synthetic = config.objective, config.layout, config.source.synthetic
     if objective.loss_aggregation not in MODES:
         mode = objective.loss_aggregation
@@ -222,6 +303,9 @@ def _check(config: ReplayConfig, asked: Mapping[str, object]) -> None:
     for name in ("group_size", "max_response_length"):
         value = getattr(config.source if name == "group_size" else config, name)
         _need(name, value, value is None or value >= 1, "at least 1")
+    if config.source.length_unit is not None and config.source.tokenizer is not None:
+        raise SettingError("--length-unit and --tokenizer are two ways to count lengths; give one")
+    reward_weights(config.source.reward_weights)
     _need("correct_threshold", config.correct_threshold, math.isfinite(config.correct_threshold), "a finite number")
     for name in ("synthetic_steps", "synthetic_prompts", "synthetic_max_length"):
         value = getattr(synthetic, name)
@@ -235,9 +319,27 @@ def _check(config: ReplayConfig, asked: Mapping[str, object]) -> None:
         -1 <= synthetic.synthetic_length_correctness <= 1,
         "between -1 and 1",
     )
+    _check_training(config.training)
     for name in ("synthetic_length", "synthetic_length_sigma", "synthetic_off_policy"):
         value = getattr(synthetic, name)
         _need(name, value, 0 <= value < math.inf, "a finite number of at least 0")
+
+
+def _check_training(training: TrainingConfig) -> None:
+    whole = ("task_digits", "steps", "rollout_batch_size", "n_samples_per_prompt", "num_iterations", "checkpoint_every")
+    for name in (*whole, "dynamic_sampling_rounds", "layers", "width", "heads", "seeds"):
+        value = getattr(training, name)
+        _need(name, value, value is None or value >= 1, "at least 1")
+    for name in ("temperature", "lr", "adam_eps"):
+        value = getattr(training, name)
+        _need(name, value, 0 < value < math.inf, "a positive finite number")
+    for name in ("weight_decay", "clip_grad", "lr_warmup_steps", "overlong_buffer"):
+        value = getattr(training, name)
+        _need(name, value, 0 <= value < math.inf, "a finite number of at least 0")
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(training, name)
+        _need(name, value, 0 <= value < 1, "at least 0 and below 1")
+    _need("heads", training.heads, training.width % training.heads == 0, f"a divisor of --width {training.width}")
 
 
 def check_divisor(divisor: float | None) -> None:
@@ -246,6 +348,24 @@ def check_divisor(divisor: float | None) -> None:
         raise SettingError(
             f"--loss-aggregation-divisor {divisor:g}: must be a positive finite number of tokens, such as the response limit"
         )
+
+
+def reward_weights(text: str | None) -> dict[str, float]:
+    """`name=1,other=0.5` as a dict, a name alone weighing 1; raises `SettingError` for what is not of that form."""
+    weights: dict[str, float] = {}
+    for item in (text or "").split(","):
+        if not item.strip():
+            continue
+        name, _, value = item.rpartition("=") if "=" in item else (item, "", "1")
+        try:
+            weights[name.strip()] = float(value)
+        except ValueError:
+            raise SettingError(f"--reward-weights '{item.strip()}': must be name=number, as in accuracy=1,format=0.5") from None
+        if not math.isfinite(weights[name.strip()]) or not name.strip():
+            raise SettingError(f"--reward-weights '{item.strip()}': must be name=number, a finite one")
+    if text is not None and not weights:
+        raise SettingError("--reward-weights is empty: give name=number, as in accuracy=1,format=0.5")
+    return weights
 
 
 def _need(name: str, value: object, holds: bool, what: str) -> None:
@@ -270,8 +390,10 @@ def _flat_fields(cls: type) -> dict[str, Any]:
     return found
 
 
-FIELDS = _flat_fields(ReplayConfig)
+FIELDS = _flat_fields(RunConfig)
 """Every setting by its flat name, with its type."""
+SOURCE_SETTINGS = tuple(name for name in _flat_fields(SourceConfig) if name not in _flat_fields(SyntheticConfig))
+"""The settings of recorded rollouts: for commands that read them and do nothing else."""
 
 
 def _build(cls: type, values: Mapping[str, object]) -> Any:
@@ -330,7 +452,7 @@ def read_toml(path: Path) -> dict[str, object]:
         raise SettingError(f"--config {path}: is not valid TOML ({error})") from error
 
 
-def to_toml(config: ReplayConfig) -> str:
+def to_toml(config: RunConfig) -> str:
     """The settings as TOML that `--config` reads back; what is unset is left out."""
     lines = []
     for name, value in to_flat(config).items():

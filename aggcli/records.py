@@ -34,7 +34,10 @@ SAMPLES = "samples"
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Strict JSON: NaN and infinity become null."""
-    return json.dumps(_strict(value), allow_nan=False, indent=indent, ensure_ascii=False)
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent, ensure_ascii=False)
+    except ValueError:  # rare, so that the common case is not copied
+        return json.dumps(_strict(value), allow_nan=False, indent=indent, ensure_ascii=False)
 
 
 def _strict(value: Any) -> Any:
@@ -104,15 +107,23 @@ def _first_free(folder: Path, name: str) -> Path:
 
 
 class RunWriter:
-    """Writes one run directory. Opened before the work starts; every line is on disk before the next step begins."""
+    """Writes one run directory. Opened before the work starts; every line is on disk before the next step begins.
 
-    def __init__(self, directory: Path, manifest: Mapping[str, Any]) -> None:
+    With `resume_at`, goes on in a directory that a run has left: lines of rollout steps from that one on are cut off (a backup
+    keeps them), and what comes is appended.
+    """
+
+    def __init__(self, directory: Path, manifest: Mapping[str, Any], resume_at: int | None = None) -> None:
         self.directory = directory
         self.manifest = {"schema": SCHEMA, **manifest}
         directory.mkdir(parents=True, exist_ok=True)
         write_manifest(directory, {**self.manifest, "status": "running"})
-        self._metrics: TextIO = (directory / METRICS).open("x", encoding="utf-8")
-        self._layouts: TextIO = (directory / LAYOUTS).open("x", encoding="utf-8")
+        if resume_at is not None:
+            for name in (METRICS, LAYOUTS):
+                cut_off(directory / name, resume_at)
+        mode = "x" if resume_at is None else "a"
+        self._metrics: TextIO = (directory / METRICS).open(mode, encoding="utf-8")
+        self._layouts: TextIO = (directory / LAYOUTS).open(mode, encoding="utf-8")
 
     def step(self, metrics: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]]) -> None:
         """Append one optimizer step."""
@@ -138,6 +149,18 @@ class RunWriter:
         write_manifest(self.directory, {**self.manifest, "status": ended(error)})
 
 
+def cut_off(path: Path, step: int) -> None:
+    """Keep only the whole lines of rollout steps before `step`; the file as it was stays beside it as a backup."""
+    if not path.exists():
+        return
+    kept = [line for line in read_lines(path) if line["rollout_step"] < step]
+    backup = _first_free(path.parent, path.name + ".before-resume")
+    shutil.copy2(path, backup)
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text("".join(to_json(line) + "\n" for line in kept), encoding="utf-8")
+    draft.replace(path)
+
+
 def ended(error: BaseException | None) -> str:
     """`done`, `interrupted` or `failed`: how a manifest says a run ended."""
     return "done" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -148,6 +171,11 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
     draft = directory / (MANIFEST + ".tmp")
     draft.write_text(to_json(manifest, indent=2) + "\n", encoding="utf-8")
     draft.replace(directory / MANIFEST)
+
+
+def update_manifest(directory: Path, **facts: Any) -> None:
+    """Add facts to the manifest of a results directory."""
+    write_manifest(directory, {**read_manifest(directory), **facts})
 
 
 def _append(file: TextIO, line: Mapping[str, Any]) -> None:

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aggcli.config import ReplayConfig
+from aggcli.config import RunConfig
 from aggcli.errors import RolloutError
+from aggcli.layout.context_parallel import owner_of_tokens
 from aggcli.layout.schedule import Layout, Schedule, schedule_step
 from aggcli.layout.steps import Part, layouts_of, need_whole_groups, optimizer_steps
-from aggcli.layout.views import GlobalView, cut
+from aggcli.layout.views import GlobalView, cut, whole
 from aggcli.measurement.groups import group_values
 from aggcli.measurement.influence import influence
-from aggcli.measurement.local import TOLERANCE, MeasureConfig, Partials, measure
+from aggcli.measurement.local import TOLERANCE, Contributions, MeasureConfig, Partials, contributions, per_cell
 from aggcli.measurement.notes import notes_on_step, skipped
 from aggcli.measurement.ranks import measure_on_ranks
 from aggcli.measurement.reduce import (
@@ -112,7 +113,7 @@ class Replay:
     where the data cannot support it, instead of refusing; `max_response_length`: tokens.
     """
 
-    config: ReplayConfig
+    config: RunConfig
     modes: tuple[str, ...]
     lenient: bool
     max_response_length: int
@@ -133,7 +134,7 @@ class Replay:
             for part in parts:
                 step = batch.select(torch.tensor(part.positions, dtype=torch.int64), name=part.name)
                 modes, left_out = self._usable_modes(step, batch, parts)
-                inputs = step_inputs(step, self.config.objective, modes, DTYPES[self.config.dtype], self.reducer)
+                inputs = step_inputs(step, self.config.objective, modes, DTYPES[self.config.dtype or "float64"], self.reducer)
                 report = self._report(number, inputs, part, groups)
                 notes = [*batch.notes, *left_out, *part.notes, *report.notes]
                 yield dataclasses.replace(report, source=batch.name, advantages=origin, notes=notes)
@@ -195,19 +196,22 @@ class Replay:
     ) -> tuple[list[LayoutReport], list[Partials]]:
         """One report a layout, the one in force first; on real ranks its in-process twin comes second, as a check."""
         reports, totals = [], []
+        found = contributions(whole(inputs.step, tokens=inputs.tokens, weights=inputs.weights), measuring)
         for at, layout in enumerate(layouts_of(self.config.layout, has_recorded=part.recorded is not None)):
             schedule = part.recorded if layout.is_recorded else schedule_step(layout, inputs.step.total_length_S.tolist())
             if schedule is None:
                 raise RolloutError(f"{inputs.step.name}: layout 'recorded': the file records none (slime train dumps do)")
-            views = cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=inputs.weights)
-            if at == 0 and self.world.size > 1:
+            on_processes = at == 0 and self.world.size > 1
+            if on_processes:
+                views = cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=inputs.weights)
                 parts, total = measure_on_ranks(self.world, views, measuring)
-                reports.append(_layout_report(layout, "processes", schedule, parts, total, measuring.rules))
+                ranks = [combine(parts[rank : rank + layout.cp]) for rank in range(0, len(parts), layout.cp)]
+                reports.append(_layout_report(layout, "processes", schedule, ranks, total, inputs))
                 totals.append(total)
-            parts = [measure(view, measuring) for view in views]
-            totals.append(combine(parts))
-            how = TWIN if at == 0 and self.world.size > 1 else "in-process"
-            reports.append(_layout_report(layout, how, schedule, parts, totals[-1], measuring.rules))
+            ranks = in_process(found, schedule, measuring)
+            totals.append(combine(ranks))
+            how = TWIN if on_processes else "in-process"
+            reports.append(_layout_report(layout, how, schedule, ranks, totals[-1], inputs))
         return reports, totals
 
 
@@ -218,25 +222,36 @@ TWIN = "in-process twin"
 # -- reports --------------------------------------------------------------------------------------------------------
 
 
-def _layout_report(
-    layout: Layout, evaluated: str, schedule: Schedule, parts: Sequence[Partials], total: Partials, rules: Sequence[str]
-) -> LayoutReport:
-    ranks = []
+def in_process(found: Contributions, schedule: Schedule, measuring: MeasureConfig) -> list[Partials]:
+    """The partial sums of every data-parallel rank of a layout, from what each sample of the step adds."""
+    rank_S = torch.empty(found.response_length_S.numel(), dtype=torch.int64)
     for rank, partition in enumerate(schedule.partitions):
-        own = parts[rank * layout.cp : (rank + 1) * layout.cp]
-        whole = combine(own)
-        ranks.append(
-            RankReport(
-                rank,
-                {rule: rank_values(whole, rule) for rule in rules},
-                [round(part.sums[("response_tokens",)]) for part in own],
-                list(partition),
-                whole.correct_lengths,
-            )
+        rank_S[list(partition)] = rank
+    parts = per_cell(found, rank_S, len(schedule.partitions), measuring)
+    for part, micro_batches in zip(parts, schedule.micro_batches, strict=True):
+        part.sums[("micro_batches",)] = float(len(micro_batches))
+    return parts
+
+
+def _layout_report(
+    layout: Layout, evaluated: str, schedule: Schedule, parts: Sequence[Partials], total: Partials, inputs: StepInputs
+) -> LayoutReport:
+    owner_T = owner_of_tokens(inputs.step.total_length_S.numpy(), inputs.step.response_length_S.numpy(), layout.cp)
+    sample_T = inputs.step.sample_of_token()
+    tokens_SC = torch.zeros(inputs.step.num_samples, layout.cp, dtype=torch.int64)
+    tokens_SC.index_put_((sample_T, torch.from_numpy(owner_T)), torch.ones_like(sample_T), accumulate=True)
+    ranks = [
+        RankReport(
+            rank,
+            {rule: rank_values(part, rule) for rule in inputs.rules},
+            tokens_SC[list(partition)].sum(0).tolist(),
+            list(partition),
+            part.correct_lengths,
         )
-    return LayoutReport(
-        layout.text, evaluated, {rule: reduced_values(total, rule) for rule in rules}, ranks, total.correct_lengths
-    )
+        for rank, (partition, part) in enumerate(zip(schedule.partitions, parts, strict=True))
+    ]
+    values = {rule: reduced_values(total, rule) for rule in inputs.rules}
+    return LayoutReport(layout.text, evaluated, values, ranks, total.correct_lengths)
 
 
 def _layout_json(report: LayoutReport, rule: str) -> dict[str, Any]:

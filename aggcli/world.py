@@ -61,6 +61,39 @@ class World:
         dist.gather_object(item, items if self.is_root else None, dst=0, group=self.group)
         return items if self.is_root else []
 
+    def everyone(self, item: Any) -> list[Any]:
+        """Every rank's item, in rank order, on every rank."""
+        if self.group is None:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' tensors, in place, on every rank."""
+        if self.group is not None:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
+        return tensor
+
+    def tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, all of one shape, in rank order, on every rank."""
+        if self.group is None:
+            return [tensor]
+        found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(found, tensor.contiguous(), group=self.group)
+        return found
+
+    def split(self, size: int) -> World:
+        """This rank's part of the world when it is cut into parts of `size` consecutive ranks. Every rank must call it."""
+        if self.group is None:
+            return self
+        mine = World()
+        for first in range(0, self.size, size):
+            group = dist.new_group(list(range(first, first + size)))
+            if first <= self.rank < first + size:
+                mine = World(self.rank - first, size, group)
+        return mine
+
     def scatter(self, items: Sequence[Any]) -> Any:
         """Rank r receives `items[r]`, and nothing of the others'; `items` are the root's, and ignored elsewhere."""
         if self.group is None:

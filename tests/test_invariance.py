@@ -104,7 +104,7 @@ def test_every_layout_gives_the_closed_form(name: str, dtype: torch.dtype, limit
             exact = torch.tensor(slopes[mode], dtype=torch.float64)
             worst = max(worst, float((found[mode] - exact).norm() / exact.norm()))
             for metric, expected in counts.items():
-                assert values[metric] == expected, (metric, layout.text)
+                assert values[metric] == pytest.approx(expected, rel=1e-12), (metric, layout.text)
     print(f"{name}, {dtype}: largest relative deviation over {len(GRID)} layouts x {len(MODES)} modes: {worst:.2e}")
     record_property("deviation", worst)
     assert worst <= limit

@@ -104,7 +104,7 @@ def test_source_options_reach_the_reader(tmp_path: Path) -> None:
     [
         ("missing.pt", r".*missing\.pt: no such file or folder; give .*"),
         ("*.nothing", r".*\*\.nothing: no file matches it; give .*"),
-        ("empty", r".*empty: the folder holds no rollout files \(\.pt, \.jsonl\); give one that does"),
+        ("empty", r".*empty: the folder holds no rollout files \(\.pt, \.jsonl, \.parquet, \.pkl\); give one that does"),
         ("evals", r".*evals: the folder holds only eval_ files; read them with --include-eval"),
         ("eva*/*", r".*: matches only eval_ files; read them with --include-eval"),
     ],

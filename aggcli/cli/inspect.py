@@ -7,30 +7,22 @@ from typing import Annotated, Any
 import typer
 
 from aggcli.cli.console import out, progress, say
-from aggcli.cli.options import JsonOption
-from aggcli.config import ReplayConfig, settings_from
+from aggcli.cli.options import JsonOption, with_settings
+from aggcli.config import FIELDS, SOURCE_SETTINGS, RunConfig, settings_from
+
+TAKEN = (*SOURCE_SETTINGS, "correct_threshold")
+"""The settings that are this command's options; --rollouts is its argument."""
+UNITS = {"chars": "characters", "words": "words"}
 
 
+@with_settings(without=[name for name in FIELDS if name not in TAKEN or name == "rollouts"])
 def inspect(
+    given: dict[str, Any],
     rollouts: Annotated[list[str], typer.Argument(help="Files, folders or globs; each file is one step.")],
-    rollout_format: Annotated[str | None, typer.Option(help="Reader to use instead of detecting the format.")] = None,
-    include_eval: Annotated[bool, typer.Option(help="Read slime's eval_ files too.")] = False,
-    reward_key: Annotated[str | None, typer.Option(help="Key of the reward when it is an object.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Group this many consecutive rollouts.")] = None,
-    correct_threshold: Annotated[float | None, typer.Option(help="A rollout is correct from this raw reward on.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Say what a rollout file holds, what can be computed from it, and what is missing and why."""
-    settings = settings_from(
-        {
-            "rollouts": rollouts,
-            "rollout_format": rollout_format,
-            "include_eval": include_eval,
-            "reward_key": reward_key,
-            "group_size": group_size,
-            "correct_threshold": correct_threshold,
-        }
-    )
+    settings = settings_from({**given, "rollouts": rollouts})
     from aggcli.rollouts.sources import open_source
 
     source = open_source(settings.source, settings.seed)
@@ -45,7 +37,7 @@ def inspect(
     _print(source.name, source.format, steps)
 
 
-def _facts(batch: Any, settings: ReplayConfig) -> dict[str, Any]:
+def _facts(batch: Any, settings: RunConfig) -> dict[str, Any]:
     from aggcli.measurement.inventory import inventory
 
     return inventory(batch, settings.objective, settings.correct_threshold)
@@ -55,7 +47,9 @@ def _print(name: str, kind: str, steps: list[dict[str, Any]]) -> None:
     from aggcli.report.tables import inventory_table
 
     console = out()
-    console.print(f"{name}: format {kind}, {len(steps)} step{'s' if len(steps) != 1 else ''}")
+    units = [UNITS[unit] for unit in dict.fromkeys(step["length_unit"] for step in steps) if unit != "tokens"]
+    counted = "".join(f", lengths in {unit}, not tokens" for unit in units)
+    console.print(f"{name}: format {kind}, {len(steps)} step{'s' if len(steps) != 1 else ''}{counted}")
     console.print(inventory_table(steps))
     for title, key in (("can be computed", "computable"), ("missing", "skipped")):
         console.print(title)

@@ -16,13 +16,14 @@ import typer
 import typer.core
 
 from aggcli import config
-from aggcli.config import FIELDS, ReplayConfig, flag, read_toml, settings_from
+from aggcli.config import FIELDS, RunConfig, flag, read_toml, settings_from
 
 _PANELS = {
     "SourceConfig": "Rollouts",
     "ObjectiveConfig": "Loss",
     "LayoutConfig": "Layout",
-    "ReplayConfig": "Settings",
+    "TrainingConfig": "Training",
+    "RunConfig": "Settings",
     "SyntheticConfig": "Synthetic rollouts (--rollouts synthetic)",
 }
 _LISTS = ("layouts", "modes")
@@ -37,6 +38,7 @@ OutputOption = Annotated[
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the results directory of an earlier run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings as TOML and stop.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the training run in --output.")]
 SamplesOption = Annotated[
     bool, typer.Option("--samples/--no-samples", help="Record the weight of every training sample (Parquet).")
 ]
@@ -81,7 +83,7 @@ def with_settings(*, without: Iterable[str] = ()) -> Callable[[Callable[..., Any
     return decorate
 
 
-def resolve(given: Mapping[str, object], config_file: Path | None) -> ReplayConfig:
+def resolve(given: Mapping[str, object], config_file: Path | None) -> RunConfig:
     """The checked settings: flags, then the config file, then the recipe, then defaults."""
     from_file = read_toml(config_file) if config_file is not None else {}
     return settings_from({**from_file, **given})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aggcli.cli.console import out, progress, say
-from aggcli.config import ReplayConfig, to_flat, to_toml
+from aggcli.config import RunConfig, to_flat, to_toml
 from aggcli.errors import CheckFailed, ExitCode, SettingError, some
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Request:
     """
 
     command: str
-    config: ReplayConfig
+    config: RunConfig
     modes: tuple[str, ...]
     lenient: bool
     output: Path | None
@@ -60,15 +60,16 @@ def replay_command(request: Request) -> int:
         worlds.leave(world)
         return ExitCode.DONE
     try:
-        return _replay_at_root(_fitted(request, world.size), world)
+        config = fitted_to_launcher(request.config, world.size)
+        return _replay_at_root(dataclasses.replace(request, config=config), world)
     finally:
         dismiss(world)
         worlds.leave(world)
 
 
-def _fitted(request: Request, size: int) -> Request:
-    """The request with --dp taken from the launcher where it was left at 1; refused where the two contradict."""
-    layout = request.config.layout
+def fitted_to_launcher(config: RunConfig, size: int) -> RunConfig:
+    """The settings with --dp taken from the launcher where it was left at 1; refused where the two contradict."""
+    layout = config.layout
     if layout.dp == 1 and size % layout.cp == 0:
         layout = dataclasses.replace(layout, dp=size // layout.cp)
     if layout.dp * layout.cp != size:
@@ -76,7 +77,7 @@ def _fitted(request: Request, size: int) -> Request:
             f"--dp {layout.dp} --cp {layout.cp} needs {layout.dp * layout.cp} ranks, but the launcher started {size};"
             f" start {layout.dp * layout.cp} or change --dp and --cp"
         )
-    return dataclasses.replace(request, config=dataclasses.replace(request.config, layout=layout))
+    return dataclasses.replace(config, layout=layout)
 
 
 def _replay_at_root(request: Request, world: World) -> int:
@@ -134,7 +135,7 @@ def _prepare(request: Request, world: World) -> tuple[Replay, Sequence[RolloutBa
     return Replay(config, modes, request.lenient, max(longest, 1), reducer, world), batches, head
 
 
-def _with_divisor(config: ReplayConfig, request: Request, longest: int) -> ReplayConfig:
+def _with_divisor(config: RunConfig, request: Request, longest: int) -> RunConfig:
     """The settings with the divisor in force: the user's, the recipe's, or in `compare` the longest response."""
     objective = config.objective
     given = objective.loss_aggregation_divisor
@@ -149,7 +150,7 @@ def _with_divisor(config: ReplayConfig, request: Request, longest: int) -> Repla
     return dataclasses.replace(config, objective=dataclasses.replace(objective, loss_aggregation_divisor=given))
 
 
-def need_divisor(config: ReplayConfig, request: Request) -> None:
+def need_divisor(config: RunConfig, request: Request) -> None:
     """`run` needs the divisor of `constant` from the user or the recipe."""
     if request.command == "run" and config.recipe != "dr_grpo":
         raise SettingError(
@@ -158,7 +159,7 @@ def need_divisor(config: ReplayConfig, request: Request) -> None:
         )
 
 
-def _origin(config: ReplayConfig) -> str:
+def _origin(config: RunConfig) -> str:
     return "--max-response-length" if config.max_response_length else "longest response in the rollouts"
 
 
@@ -220,7 +221,7 @@ def _say_notes(notes: dict[str, list[int]], steps: int) -> None:
 def _check(request: Request, steps: Sequence[dict[str, Any]]) -> None:
     """The exit code 1 of a layout that changed a number."""
     worst = max(steps, key=lambda step: step["layout_deviation"])
-    limit = TOLERANCE[request.config.dtype]
+    limit = TOLERANCE[request.config.dtype or "float64"]
     if worst["layout_deviation"] > limit:
         raise CheckFailed(
             f"step {worst['step']}: a layout changed a number by {worst['layout_deviation']:.3g}, relative; {limit:g} is"
@@ -228,7 +229,7 @@ def _check(request: Request, steps: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def print_dry_run(request: Request) -> int:
+def print_dry_run(config: RunConfig) -> int:
     """Print the resolved settings as TOML that `--config` reads back."""
-    print(to_toml(request.config), end="")
+    print(to_toml(config), end="")
     return ExitCode.DONE

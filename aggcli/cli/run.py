@@ -10,15 +10,16 @@ from aggcli.cli.options import (
     JsonOption,
     OutputOption,
     OverwriteOption,
+    ResumeOption,
     SamplesOption,
     resolve,
     with_settings,
 )
 from aggcli.cli.replaying import Request, need_divisor, print_dry_run, replay_command
-from aggcli.errors import SettingError
+from aggcli.cli.training import TrainingRequest, training_command
 
 
-@with_settings(without=["modes"])
+@with_settings(without=["modes", "seeds"])
 def run(
     given: dict[str, Any],
     output: OutputOption = None,
@@ -27,21 +28,21 @@ def run(
     json: JsonOption = False,
     samples: SamplesOption = True,
     dry_run: DryRunOption = False,
+    resume: ResumeOption = False,
 ) -> int:
-    """Replay recorded rollouts under one aggregation mode, and record every step under each layout.
+    """Train a small policy under one aggregation mode, or with --rollouts replay recorded rollouts, and record every step under
+    each layout.
 
-    Each file of --rollouts is one step. The default mode is sample_mean; the mode in force is printed and recorded.
+    The default mode is sample_mean; the mode in force is printed and recorded. In a replay each file is one step.
     """
     settings = resolve(given, config)
     mode = settings.objective.loss_aggregation
+    if not settings.source.rollouts:
+        if dry_run:
+            return print_dry_run(settings)
+        seeds = (settings.seed,)
+        return training_command(TrainingRequest("run", settings, (mode,), seeds, output, overwrite, resume, json))
     request = Request("run", settings, (mode,), False, output, overwrite, json, samples)
-    need_rollouts(settings.source.rollouts)
     if mode == "constant" and settings.objective.loss_aggregation_divisor is None:
         need_divisor(settings, request)
-    return print_dry_run(request) if dry_run else replay_command(request)
-
-
-def need_rollouts(rollouts: tuple[str, ...]) -> None:
-    """Refuse a command without rollouts."""
-    if not rollouts:
-        raise SettingError("--rollouts PATH is missing: give a file, a folder, a glob, or `synthetic`")
+    return print_dry_run(settings) if dry_run else replay_command(request)

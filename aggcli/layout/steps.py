@@ -37,7 +37,7 @@ def optimizer_steps(batch: RolloutBatch, global_batch_size: int | None) -> list[
             f" the last optimizer step has {rollouts % global_batch_size}"
         )
     if batch.recorded is not None:
-        notes.append(f"--global-batch-size cuts its own steps, so the recorded layout is left out")
+        notes.append("--global-batch-size cuts its own steps, so the recorded layout is left out")
     return [
         Part(_part_name(batch.name, at, len(cut_up)), positions, None, tuple(notes if at == 0 else ()))
         for at, positions in enumerate(cut_up)

@@ -32,9 +32,10 @@ class LocalView:
 
     Per sample, in partition order [S]: `local_raw_reward_S` (None without rewards), `response_length_S`, `total_length_S`,
     `mask_sum_S` (masked-in tokens of the whole sample, over all context-parallel ranks), `rollout_share_S` (1 over the
-    number of training samples of its rollout). Per token, only the tokens this rank computes, micro-batch after
-    micro-batch [T]: `tokens`, by field name; `sample_T`, positions in the per-sample lists; `step_position_T`, positions
-    in the step's flat arrays. `micro_batch_tokens`: this rank's tokens of each micro-batch.
+    number of training samples of its rollout), `micro_batch_S`. Per token, only the tokens this rank computes, micro-batch
+    after micro-batch and sample after sample [T]: `tokens`, by field name; `weights`, by aggregation rule;
+    `step_position_T`, positions in the step's flat arrays. `order_S` lists the samples in the order of the tokens, and
+    `token_count_S` how many tokens each of those has here.
 
     `counts_samples` is true on one context-parallel rank of each data-parallel rank, so that per-sample numbers are
     counted once however many ranks share a sequence.
@@ -49,9 +50,11 @@ class LocalView:
     rollout_share_S: Tensor
     tokens: dict[str, Tensor]
     weights: dict[str, Tensor]
-    sample_T: Tensor
+    order_S: Tensor
+    token_count_S: Tensor
     step_position_T: Tensor
-    micro_batch_tokens: tuple[int, ...]
+    micro_batch_S: Tensor
+    num_micro_batches: int
     counts_samples: bool
 
 
@@ -63,12 +66,16 @@ def cut(
     `tokens`, `weights`: the flat [T] arrays to hand out, by name. Idle ranks get empty views.
     """
     owner_T = torch.from_numpy(owner_of_tokens(step.total_length_S.numpy(), step.response_length_S.numpy(), cp))
-    mask_sum_S, share_S = step.mask_sum_S(), _rollout_share(step.rollout_S)
+    mask_sum_S, share_S = step.mask_sum_S(), rollout_share(step.rollout_S)
     views = []
     for dp_rank, (partition, micro_batches) in enumerate(zip(schedule.partitions, schedule.micro_batches, strict=True)):
         held_S = torch.tensor(partition, dtype=torch.int64)
+        order_S = torch.tensor([at for micro_batch in micro_batches for at in micro_batch], dtype=torch.int64)
+        position_T = ragged_positions(step.response_length_S, held_S[order_S])
+        sample_T = torch.repeat_interleave(torch.arange(order_S.numel()), step.response_length_S[held_S[order_S]])
         for cp_rank in range(cp):
-            mine = _tokens_of_rank(step, held_S, micro_batches, owner_T, cp_rank)
+            mine_T = owner_T[position_T] == cp_rank
+            at_T = position_T[mine_T]
             views.append(
                 LocalView(
                     dp_rank=dp_rank,
@@ -78,38 +85,49 @@ def cut(
                     total_length_S=step.total_length_S[held_S],
                     mask_sum_S=mask_sum_S[held_S],
                     rollout_share_S=share_S[held_S],
-                    tokens={name: value_T[mine.step_position_T] for name, value_T in tokens.items()},
-                    weights={rule: weight_T[mine.step_position_T] for rule, weight_T in weights.items()},
-                    sample_T=mine.sample_T,
-                    step_position_T=mine.step_position_T,
-                    micro_batch_tokens=mine.micro_batch_tokens,
+                    tokens={name: value_T[at_T] for name, value_T in tokens.items()},
+                    weights={rule: weight_T[at_T] for rule, weight_T in weights.items()},
+                    order_S=order_S,
+                    token_count_S=torch.bincount(sample_T[mine_T], minlength=order_S.numel()),
+                    step_position_T=at_T,
+                    micro_batch_S=_micro_batch_of(order_S, micro_batches),
+                    num_micro_batches=len(micro_batches),
                     counts_samples=cp_rank == 0,
                 )
             )
     return views
 
 
-@dataclass(frozen=True, eq=False)
-class _RankTokens:
-    step_position_T: Tensor
-    sample_T: Tensor
-    micro_batch_tokens: tuple[int, ...]
+def whole(step: RolloutBatch, *, tokens: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> LocalView:
+    """The view of a single rank that holds the whole step, in the order of the file, without a copy."""
+    samples = step.num_samples
+    return LocalView(
+        dp_rank=0,
+        cp_rank=0,
+        local_raw_reward_S=step.reward_S,
+        response_length_S=step.response_length_S,
+        total_length_S=step.total_length_S,
+        mask_sum_S=step.mask_sum_S(),
+        rollout_share_S=rollout_share(step.rollout_S),
+        tokens=dict(tokens),
+        weights=dict(weights),
+        order_S=torch.arange(samples, device=step.rollout_S.device),
+        token_count_S=step.response_length_S,
+        step_position_T=torch.arange(step.loss_mask_T.numel(), device=step.rollout_S.device),
+        micro_batch_S=torch.zeros_like(step.rollout_S),
+        num_micro_batches=1,
+        counts_samples=True,
+    )
 
 
-def _tokens_of_rank(
-    step: RolloutBatch, held_S: Tensor, micro_batches: Sequence[Sequence[int]], owner_T: Tensor, cp_rank: int
-) -> _RankTokens:
-    """The tokens that one rank computes, micro-batch after micro-batch."""
-    order_S = torch.tensor([at for micro_batch in micro_batches for at in micro_batch], dtype=torch.int64)
+def _micro_batch_of(order_S: Tensor, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    """The micro-batch of each sample, in partition order."""
     sizes_M = torch.tensor([len(micro_batch) for micro_batch in micro_batches], dtype=torch.int64)
-    micro_batch_S = torch.repeat_interleave(torch.arange(len(micro_batches)), sizes_M)
-    length_S = step.response_length_S[held_S[order_S]]
-    position_T = ragged_positions(step.response_length_S, held_S[order_S])
-    mine_T = owner_T[position_T] == cp_rank
-    tokens_M = torch.bincount(torch.repeat_interleave(micro_batch_S, length_S)[mine_T], minlength=len(micro_batches))
-    return _RankTokens(position_T[mine_T], torch.repeat_interleave(order_S, length_S)[mine_T], tuple(tokens_M.tolist()))
+    found_S = torch.empty_like(order_S)
+    found_S[order_S] = torch.repeat_interleave(torch.arange(len(micro_batches)), sizes_M)
+    return found_S
 
 
-def _rollout_share(rollout_S: Tensor) -> Tensor:
+def rollout_share(rollout_S: Tensor) -> Tensor:
     """1 over the number of training samples of the sample's rollout, float64; sums to 1 over a rollout."""
     return 1.0 / torch.bincount(rollout_S).double()[rollout_S] if rollout_S.numel() else rollout_S.double()

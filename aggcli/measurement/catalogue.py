@@ -85,7 +85,13 @@ METRICS = {
             "|trainer's - inference engine's log-probability|",
         ),
         Metric("ratio_max", "", "masked-in tokens", "max", "largest importance ratio exp(new - old)"),
-        Metric("grad_norm", "", "masked-in tokens", "norm", "2-norm of d loss / d log_probs (replay has no parameters)"),
+        Metric(
+            "grad_norm",
+            "",
+            "masked-in tokens",
+            "norm",
+            "2-norm of the loss's gradient by what is trained: parameters (before clipping), or in replay the log-probabilities",
+        ),
         Metric("total_weight", "", "masked-in tokens", "weighted", "sum of the mode's weights"),
         Metric("samples", "training samples", "the step", "count", "training samples, siblings of a fan-out apart"),
         Metric("rollouts", "rollouts", "the step", "global", "N: distinct rollouts, fully masked ones included"),
@@ -161,6 +167,8 @@ METRICS = {
             "global",
             "groups in which no scored rollout is correct",
         ),
+        Metric("groups_generated", "prompt groups", "the rollout step", "global", "prompt groups sampled, refills included"),
+        Metric("groups_kept", "prompt groups", "the rollout step", "global", "prompt groups trained on"),
         Metric(
             "effective_tokens",
             "tokens",

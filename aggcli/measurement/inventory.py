@@ -59,6 +59,7 @@ def _lengths(batch: RolloutBatch) -> dict[str, Any]:
     length_S = batch.response_length_S
     tokens = int(batch.loss_mask_T.sum())
     return {
+        "length_unit": batch.length_unit,
         "response_length": float(length_S.double().mean()),
         "response_length_min": int(length_S.min()),
         "response_length_max": int(length_S.max()),

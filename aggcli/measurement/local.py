@@ -1,8 +1,12 @@
-"""What one rank computes from its local view: partial sums and maxima, nothing divided."""
+"""What one rank computes from its local view: partial sums and maxima, nothing divided.
+
+Every sum is first a column over samples: what any rank that holds the sample adds. A rank adds up its own samples, micro-batch
+by micro-batch; the in-process evaluation of a layout adds up the samples of each of its ranks (`per_cell`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +15,7 @@ from torch import Tensor
 from aggcli.config import ObjectiveConfig
 from aggcli.layout.views import LocalView
 from aggcli.measurement.catalogue import LENGTH_BINS
-from aggcli.objective.policy_loss import kl_terms, policy_terms
+from aggcli.measurement.tokens import TokenNumbers, token_numbers
 
 Key = tuple[str, ...]
 TOLERANCE = 1e-6
@@ -33,6 +37,8 @@ class MeasureConfig:
     correct_threshold: float
     max_response_length: int
     log_correct_samples: bool = False
+    with_gradient: bool = True
+    """Whether d loss / d log_probs is measured; training reports the gradient by its parameters instead."""
 
 
 @dataclass(frozen=True)
@@ -49,158 +55,176 @@ class Partials:
     correct_lengths: list[int] | None = None
 
 
+@dataclass(frozen=True)
+class Contributions:
+    """What each sample of a view adds: float64 [S] columns by key, in the view's sample order; see `Partials` for keys."""
+
+    sums: dict[Key, Tensor]
+    maxima: dict[Key, Tensor]
+    correct_S: Tensor | None
+    response_length_S: Tensor
+
+
 def measure(view: LocalView, config: MeasureConfig) -> Partials:
     """Everything a rank contributes to a step's numbers, from its own tokens and samples alone."""
-    quantities, maxima, slopes = _token_quantities(view, config)
-    sums = _weighted_sums(view, config, quantities)
-    sums |= _gradient_products(view, config, slopes)
-    sums |= _sample_sums(view, config)
-    return Partials(sums, maxima, _correct_lengths(view, config))
+    found = contributions(view, config)
+    micro_batches = per_cell(found, view.micro_batch_S, view.num_micro_batches, config)
+    (total,) = per_cell(found, torch.zeros_like(view.micro_batch_S), 1, config)
+    sums = {key: math.fsum(part.sums[key] for part in micro_batches) for key in total.sums}
+    sums[("micro_batches",)] = float(view.counts_samples * view.num_micro_batches)
+    lengths = total.correct_lengths if view.counts_samples or total.correct_lengths is None else []
+    return Partials(sums, total.maxima, lengths)
+
+
+def per_cell(found: Contributions, cell_S: Tensor, cells: int, config: MeasureConfig) -> list[Partials]:
+    """Add up the columns of the samples in each cell (a rank of a layout, a micro-batch), cells 0 to `cells` - 1."""
+    columns_KS = torch.stack(list(found.sums.values()))
+    sums_CK = torch.zeros(len(found.sums), cells, dtype=torch.float64, device=cell_S.device).index_add_(1, cell_S, columns_KS).T
+    lowest_C = torch.full((cells,), float("-inf"), dtype=torch.float64, device=cell_S.device)
+    maxima = [lowest_C.scatter_reduce(0, cell_S, column_S, "amax").tolist() for column_S in found.maxima.values()]
+    rows = sums_CK.tolist()
+    return [
+        Partials(
+            dict(zip(found.sums, rows[cell], strict=True)),
+            {key: column[cell] for key, column in zip(found.maxima, maxima, strict=True)},
+            _correct_lengths(found, cell_S == cell) if config.log_correct_samples else None,
+        )
+        for cell in range(cells)
+    ]
+
+
+def _correct_lengths(found: Contributions, chosen_S: Tensor) -> list[int] | None:
+    if found.correct_S is None:
+        return None
+    return sorted(found.response_length_S[found.correct_S & chosen_S].tolist())
+
+
+def contributions(view: LocalView, config: MeasureConfig) -> Contributions:
+    """The columns of a view: per-token numbers weighted and summed over each sample's tokens here, and sample counts."""
+    numbers = token_numbers(view.tokens, config.objective, has_ratio=config.has_ratio)
+    sums = _weighted_columns(view, config, numbers)
+    sums |= _gradient_columns(view, config, numbers)
+    sums |= _sample_columns(view, config)
+    maxima: dict[Key, Tensor] = {}
+    if config.has_ratio:
+        ratio_T = torch.where(view.tokens["loss_mask"], numbers.ratio_T.double(), float("-inf"))
+        maxima[("ratio_max",)] = _per_sample(view, ratio_T, "max")
+    reward_S = view.local_raw_reward_S
+    correct_S = None if reward_S is None else is_correct(reward_S, config.correct_threshold)
+    return Contributions(sums, maxima, correct_S, view.response_length_S)
 
 
 def gradients(view: LocalView, config: MeasureConfig) -> dict[str, Tensor]:
     """d loss / d log_probs of each rule at the view's tokens, [T] each; empty where nothing gives an advantage."""
-    _, _, slopes = _token_quantities(view, config)
-    return {rule: _gradient(view, config, rule, slopes) for rule in config.rules} if "pg_loss" in slopes else {}
+    numbers = token_numbers(view.tokens, config.objective, has_ratio=config.has_ratio)
+    if "pg_loss" not in numbers.slopes:
+        return {}
+    return {rule: _gradient(view, config, rule, numbers) for rule in config.rules}
 
 
-# -- tokens ---------------------------------------------------------------------------------------------------------
+def _per_sample(view: LocalView, value_T: Tensor, reduce: str = "sum") -> Tensor:
+    """Sum (or maximum) over each sample's tokens here, in the view's sample order; float64 [S]."""
+    if not value_T.numel():
+        return torch.full(view.order_S.shape, 0.0 if reduce == "sum" else float("-inf"), dtype=torch.float64)
+    in_token_order_S = torch.segment_reduce(value_T.double(), reduce, lengths=view.token_count_S)
+    found_S = torch.empty_like(in_token_order_S)
+    found_S[view.order_S] = in_token_order_S
+    return found_S
 
 
-def _token_quantities(view: LocalView, config: MeasureConfig) -> tuple[dict[str, Tensor], dict[Key, float], dict[str, Tensor]]:
-    """Per-token numbers by metric name [T], maxima, and the derivative of pg_loss and kl_loss by the log-probabilities [T]."""
-    tokens, objective = view.tokens, config.objective
-    mask_T = tokens["loss_mask"]
-    new_T = tokens["log_probs"].detach().clone().requires_grad_()
-    advantages_T = tokens.get("advantages")
-    terms = policy_terms(
-        new_T,
-        tokens["old_log_probs"],
-        torch.zeros_like(new_T) if advantages_T is None else advantages_T,
-        mask_T,
-        objective,
-    )
-    found: dict[str, Tensor] = {}
-    maxima: dict[Key, float] = {}
-    slopes: dict[str, Tensor] = {}
-    if advantages_T is not None:
-        found["pg_loss"] = terms.pg_loss_T
-        slopes["pg_loss"] = _slope(terms.pg_loss_T, new_T)
-    if config.has_ratio:
-        found |= {"ppo_kl": terms.ppo_kl_T, "ratio_deviation": (terms.ratio_T - 1).abs()}
-        if advantages_T is not None:
-            found["pg_clipfrac"] = terms.clipped_T
-            if terms.dual_clipped_T is not None:
-                found["pg_clipfrac_dual"] = terms.dual_clipped_T
-        maxima[("ratio_max",)] = _maximum(terms.ratio_T[mask_T])
-    if "ref_log_probs" in tokens:
-        ratio_T = terms.ratio_T if objective.kl_unbiased else None
-        found["kl_loss"] = kl_terms(new_T, tokens["ref_log_probs"], mask_T, objective.kl_estimator, ratio_T)
-        slopes["kl_loss"] = _slope(found["kl_loss"], new_T)
-    if "entropy" in tokens:
-        found["entropy_loss"] = torch.where(mask_T, tokens["entropy"], 0.0)
-    if "trainer_log_probs" in tokens:
-        gap_T = (tokens["trainer_log_probs"] - tokens["rollout_log_probs"]).abs()
-        found["sampler_mismatch"] = torch.where(mask_T, gap_T, 0.0)
-    return {name: value_T.detach() for name, value_T in found.items()}, maxima, slopes
+def _weighted_columns(view: LocalView, config: MeasureConfig, numbers: TokenNumbers) -> dict[Key, Tensor]:
+    """`sum_t w_t * x_t` of each sample for every rule; rules whose metrics share weights share the sums."""
+    shared: dict[tuple[str, str], Tensor] = {}
 
+    def summed(rule: str, name: str) -> Tensor:
+        if (rule, name) not in shared:
+            weight_T = view.weights[rule]
+            values_T = weight_T if name == "total_weight" else weight_T * numbers.values[name]
+            shared[rule, name] = _per_sample(view, values_T)
+        return shared[rule, name]
 
-def _slope(value_T: Tensor, by_T: Tensor) -> Tensor:
-    """d value_t / d log_prob_t for every token; each token's value depends on its own log-probability only."""
-    (slope_T,) = torch.autograd.grad(value_T.sum(), by_T, retain_graph=True)
-    return slope_T
-
-
-def _maximum(value: Tensor) -> float:
-    return float(value.detach().max()) if value.numel() else float("-inf")
-
-
-def _weighted_sums(view: LocalView, config: MeasureConfig, quantities: Mapping[str, Tensor]) -> dict[Key, float]:
-    """`sum_t w_t * x_t` of this rank for every rule, micro-batch by micro-batch."""
-    table = _micro_batch_sums(view, quantities)
-    sums: dict[Key, float] = {}
+    sums: dict[Key, Tensor] = {}
     for rule in config.rules:
-        sums[("total_weight", rule)] = table[rule, "total_weight"]
-        for name in quantities:
-            sums[(name, rule)] = table[rule if name == "pg_loss" else config.metric_rule[rule], name]
-        if "pg_loss" in quantities:
-            sums[("loss", rule)] = (
-                sums[("pg_loss", rule)]
-                + config.objective.kl_coef * sums.get(("kl_loss", rule), 0.0)
-                - config.objective.entropy_coef * sums.get(("entropy_loss", rule), 0.0)
-            )
+        metric_rule = config.metric_rule[rule]
+        sums[("total_weight", rule)] = summed(rule, "total_weight")
+        for name in numbers.values:
+            sums[(name, rule)] = summed(rule if name == "pg_loss" else metric_rule, name)
+        if "pg_loss" in numbers.values:
+            sums[("loss", rule)] = sums[("pg_loss", rule)] + _penalties(view, config, metric_rule, numbers)
     return sums
 
 
-def _micro_batch_sums(view: LocalView, quantities: Mapping[str, Tensor]) -> dict[tuple[str, str], float]:
-    """Every weight vector against every quantity: one small matrix a micro-batch, added up in float64."""
-    names = ("total_weight", *quantities)
-    weights_WT = torch.stack(list(view.weights.values()))
-    values_QT = torch.stack([torch.ones_like(weights_WT[0]), *(x_T.double() for x_T in quantities.values())])
-    sums_WQ = torch.zeros(len(view.weights), len(names), dtype=torch.float64)
-    sizes = list(view.micro_batch_tokens)
-    for weights_WM, values_QM in zip(weights_WT.split(sizes, dim=1), values_QT.split(sizes, dim=1), strict=True):
-        sums_WQ += weights_WM @ values_QM.T
-    rows = sums_WQ.tolist()
-    return {(rule, name): rows[w][q] for w, rule in enumerate(view.weights) for q, name in enumerate(names)}
+def _penalties(view: LocalView, config: MeasureConfig, metric_rule: str, numbers: TokenNumbers) -> Tensor | float:
+    """kl_coef * kl_loss - entropy_coef * entropy_loss of each sample."""
+    total: Tensor | float = 0.0
+    for name, coefficient in (
+        ("kl_loss", view.tokens.get("kl_coef", config.objective.kl_coef)),
+        ("entropy_loss", -config.objective.entropy_coef),
+    ):
+        if name in numbers.values and (isinstance(coefficient, Tensor) or coefficient):
+            total = total + _per_sample(view, coefficient * view.weights[metric_rule] * numbers.values[name])
+    return total
 
 
-def _gradient(view: LocalView, config: MeasureConfig, rule: str, slopes: Mapping[str, Tensor]) -> Tensor:
-    gradient_T = view.weights[rule] * slopes["pg_loss"]
-    if config.objective.kl_coef:
-        gradient_T = gradient_T + config.objective.kl_coef * view.weights[config.metric_rule[rule]] * slopes["kl_loss"]
+def _gradient(view: LocalView, config: MeasureConfig, rule: str, numbers: TokenNumbers) -> Tensor:
+    gradient_T = view.weights[rule] * numbers.slopes["pg_loss"]
+    kl_coef = view.tokens.get("kl_coef", config.objective.kl_coef)
+    if "kl_loss" in numbers.slopes and (isinstance(kl_coef, Tensor) or kl_coef):
+        gradient_T = gradient_T + kl_coef * view.weights[config.metric_rule[rule]] * numbers.slopes["kl_loss"]
     return gradient_T
 
 
-def _gradient_products(view: LocalView, config: MeasureConfig, slopes: Mapping[str, Tensor]) -> dict[Key, float]:
-    """Inner products of the rules' gradients over this rank's tokens: norms and cosines are made of their sums."""
-    if "pg_loss" not in slopes:
+def _gradient_columns(view: LocalView, config: MeasureConfig, numbers: TokenNumbers) -> dict[Key, Tensor]:
+    """Inner products of the rules' gradients over each sample's tokens: norms and cosines are made of their sums."""
+    if "pg_loss" not in numbers.slopes or not config.with_gradient:
         return {}
-    gradient_RT = torch.stack([_gradient(view, config, rule, slopes) for rule in config.rules])
-    product_RR = (gradient_RT @ gradient_RT.T).tolist()
-    return {("gradient", a, b): product_RR[i][j] for i, a in enumerate(config.rules) for j, b in enumerate(config.rules)}
+    gradient = {rule: _gradient(view, config, rule, numbers) for rule in config.rules}
+    found: dict[Key, Tensor] = {}
+    for i, a in enumerate(config.rules):
+        for b in config.rules[: i + 1]:
+            found["gradient", a, b] = found["gradient", b, a] = _per_sample(view, gradient[a] * gradient[b])
+    return found
 
 
 # -- samples --------------------------------------------------------------------------------------------------------
 
 
-def _sample_sums(view: LocalView, config: MeasureConfig) -> dict[Key, float]:
-    """Counts and sums over the rank's samples, and over tokens where a sample is spread over context-parallel ranks."""
+def _sample_columns(view: LocalView, config: MeasureConfig) -> dict[Key, Tensor]:
+    """Counts of samples, zero on all but one context-parallel rank, and counts of tokens."""
     mask_T = view.tokens["loss_mask"]
-    counted = float(view.counts_samples)
     length_S = view.response_length_S.double()
-    sums: dict[Key, float] = {
-        ("samples",): counted * length_S.numel(),
-        ("tokens",): float(mask_T.sum()),
-        ("response_tokens",): float(mask_T.numel()),
-        ("fully_masked_samples",): counted * float((view.mask_sum_S == 0).sum()),
-        ("micro_batches",): counted * len(view.micro_batch_tokens),
-        ("response_length", "sum"): counted * float(length_S.sum()),
-        ("response_length", "count"): counted * length_S.numel(),
+    counted_S = torch.full_like(length_S, float(view.counts_samples))
+    here_S = torch.empty_like(length_S)
+    here_S[view.order_S] = view.token_count_S.double()
+    found: dict[Key, Tensor] = {
+        ("samples",): counted_S,
+        ("tokens",): _per_sample(view, mask_T),
+        ("response_tokens",): here_S,
+        ("fully_masked_samples",): counted_S * (view.mask_sum_S == 0),
+        ("response_length", "sum"): counted_S * length_S,
+        ("response_length", "count"): counted_S,
     }
     if view.local_raw_reward_S is None:
-        return sums
+        return found
     scored_S = ~view.local_raw_reward_S.isnan()
-    share_S = view.rollout_share_S[scored_S]
-    sums[("unscored_samples",)] = counted * float((~scored_S).sum())
-    sums[("raw_reward", "sum")] = counted * float((share_S * view.local_raw_reward_S[scored_S]).sum())
-    sums[("raw_reward", "count")] = counted * float(share_S.sum())
+    share_S = counted_S * view.rollout_share_S * scored_S
+    found[("unscored_samples",)] = counted_S * ~scored_S
+    found[("raw_reward", "sum")] = torch.where(scored_S, share_S * view.local_raw_reward_S, 0.0)
+    found[("raw_reward", "count")] = share_S
     correct_S = is_correct(view.local_raw_reward_S, config.correct_threshold)
     for name, chosen_S in (("correct", correct_S), ("incorrect", scored_S & ~correct_S)):
-        count = counted * float(chosen_S.sum())
-        sums[(f"{name}/count",)] = count
-        sums[(f"{name}/response_length", "sum")] = counted * float(length_S[chosen_S].sum())
-        sums[(f"{name}/response_length", "count")] = count
+        found[(f"{name}/count",)] = found[(f"{name}/response_length", "count")] = counted_S * chosen_S
+        found[(f"{name}/response_length", "sum")] = counted_S * chosen_S * length_S
     bins_S = length_bins(view.response_length_S, config.max_response_length)
     for at, label in enumerate(LENGTH_BINS):
-        sums[(f"correct_length/{label}", "sum")] = counted * float((correct_S & (bins_S == at)).sum())
-        sums[(f"correct_length/{label}", "count")] = counted * float(correct_S.sum())
+        found[(f"correct_length/{label}", "sum")] = counted_S * (correct_S & (bins_S == at))
+        found[(f"correct_length/{label}", "count")] = counted_S * correct_S
     if "entropy" in view.tokens:
         chosen_S = correct_S & (view.mask_sum_S > 0)
-        part_T = torch.where(mask_T, view.tokens["entropy"], 0.0).double() / view.mask_sum_S.clamp(min=1)[view.sample_T]
-        sums[("correct/entropy", "sum")] = float(part_T[chosen_S[view.sample_T]].sum())
-        sums[("correct/entropy", "count")] = counted * float(chosen_S.sum())
-    return sums
+        entropy_S = _per_sample(view, torch.where(mask_T, view.tokens["entropy"].double(), 0.0))
+        found[("correct/entropy", "sum")] = torch.where(chosen_S, entropy_S / view.mask_sum_S.clamp(min=1), 0.0)
+        found[("correct/entropy", "count")] = counted_S * chosen_S
+    return found
 
 
 def is_correct(reward: Tensor, threshold: float) -> Tensor:
@@ -214,12 +238,3 @@ def length_bins(length_S: Tensor, max_response_length: int) -> Tensor:
     A length on a boundary belongs to the lower quarter; one beyond the maximum to the last.
     """
     return ((4 * length_S + max_response_length - 1) // max_response_length - 1).clamp(0, 3)
-
-
-def _correct_lengths(view: LocalView, config: MeasureConfig) -> list[int] | None:
-    if not config.log_correct_samples or view.local_raw_reward_S is None:
-        return None
-    if not view.counts_samples:
-        return []
-    correct_S = is_correct(view.local_raw_reward_S, config.correct_threshold)
-    return sorted(view.response_length_S[correct_S].tolist())

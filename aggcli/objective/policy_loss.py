@@ -27,21 +27,27 @@ class PolicyTerms:
 
 
 def policy_terms(
-    log_probs_T: Tensor, old_log_probs_T: Tensor, advantages_T: Tensor, loss_mask_T: Tensor, objective: ObjectiveConfig
+    log_probs_T: Tensor,
+    old_log_probs_T: Tensor,
+    advantages_T: Tensor,
+    loss_mask_T: Tensor,
+    objective: ObjectiveConfig,
+    clip_range: tuple[Tensor, Tensor] | None = None,
 ) -> PolicyTerms:
     """`max(-r*A, -clip(r, 1 - eps_clip, 1 + eps_clip_high)*A)` with r = exp(new - old), for every token.
 
     With a dual clip c, tokens of negative advantage lose at most `-c*A` (Ye et al., 2020). `clipped_T` is sign-aware: 1 where
     `-clip(r)*A > -r*A`. Values under the mask may be anything, NaN included: they are selected away first.
+    `clip_range` gives lower and upper bound of the ratio per token (for stacks of runs) instead of the objective's.
     Sources: PPO (Schulman et al., 2017); asymmetric range: DAPO's clip-higher.
     """
     new_T = torch.where(loss_mask_T, log_probs_T, 0.0)
     old_T = torch.where(loss_mask_T, old_log_probs_T, 0.0)
     advantage_T = torch.where(loss_mask_T, advantages_T, 0.0)
     ratio_T = torch.exp(new_T - old_T)
-    low, high = objective.clip_range
+    low, high = objective.clip_range if clip_range is None else clip_range
     free_T = -ratio_T * advantage_T
-    bound_T = -ratio_T.clamp(low, high) * advantage_T
+    bound_T = -torch.clamp(ratio_T, low, high) * advantage_T  # pyright: ignore[reportCallIssue, reportArgumentType]
     loss_T = torch.maximum(free_T, bound_T)
     dual_T = None
     if objective.eps_clip_c is not None:

@@ -69,7 +69,8 @@ class RolloutBatch:
 
     Per response token (`_T`, flat): `loss_mask_T` bool, and the optional floats of `TOKEN_FIELDS` (log-probabilities in
     nats of the current policy, of the policy that sampled, of the reference and of the inference engine; entropy in nats;
-    recorded advantages). `token_ids_U` are prompt and response ids, flat over total lengths.
+    recorded advantages). `token_ids_U` are prompt and response ids, flat over total lengths. `length_unit` is what lengths
+    count: tokens, or chars or words of a dump that holds text only.
 
     Raises `RolloutError` (a ValueError) naming step, sample and field when the parts contradict each other, when a
     masked-in token has a number that is not finite, or when siblings of a rollout differ in reward, group or run.
@@ -93,6 +94,7 @@ class RolloutBatch:
     status_S: tuple[str | None, ...] | None = None
     labels: Labels = Labels()
     recorded: RecordedLayout | None = None
+    length_unit: str = "tokens"
     name: str = "batch"
     notes: tuple[str, ...] = ()
 

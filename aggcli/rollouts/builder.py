@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,31 +20,38 @@ from aggcli.rollouts.batch import NO_GROUP, Labels, RecordedLayout, RolloutBatch
 from aggcli.rollouts.columns import DenseIds, TokenColumn, tensor
 from aggcli.rollouts.fields import (
     FieldError,
+    advantage_of,
+    counted,
     floats,
     listed,
     mask_bits,
-    number,
-    plain,
+    response_length_of,
     reward,
     shown,
     token_ids,
-    whole,
+    total_length_of,
 )
+from aggcli.rollouts.plain import PlainPath
 
 TOKEN_LISTS = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
 """Fields that hold one number per response token."""
+
+UNITS = ("tokens", "chars", "words")
+"""What lengths may count."""
 
 
 class BatchBuilder:
     """Builds the batch called `name` from samples in the canonical fields, in file order.
 
     `reward_key` is the entry of a reward that is an object; `group_size` groups that many consecutive rollouts where no
-    sample has a group_index. `notes` are the batch's notes; a reader may add its own before `build`.
+    sample has a group_index. `notes` are the batch's notes; a reader may add its own before `build`, and
+    set `length_unit` where lengths are not tokens.
     """
 
     def __init__(self, name: str, *, reward_key: str | None = None, group_size: int | None = None) -> None:
         self.name = name
         self.notes: list[str] = []
+        self.length_unit = "tokens"
         self._reward_key, self._group_size = reward_key, group_size
         self._counts: Counter[str] = Counter()
         self._response_length_S, self._total_length_S = array("q"), array("q")
@@ -55,23 +62,47 @@ class BatchBuilder:
         self._status_S: list[str | None] = []
         self._statuses: dict[str, str] = {}
         self._columns = {field: TokenColumn(name, field) for field in (*TOKEN_LISTS, "advantage")}
+        self._plain: PlainPath | None = None
 
     def __len__(self) -> int:
         return len(self._response_length_S)
 
     # -- one sample -------------------------------------------------------------------------------------------------
 
-    def add(self, sample: Mapping[str, object], where: str | None = None) -> None:
-        """Add one sample; `where` (`line 7`) helps the user find it.
+    def add(self, sample: Mapping[str, object], where: str | int | None = None) -> None:
+        """Add one sample; `where` (a line's number, or a text such as `rank_0.jsonl, line 7`) helps the user find it.
 
         Raises `RolloutError` naming the sample and the field when a field is of the wrong type, contradicts another, or
         is given on some samples only.
         """
+        if isinstance(where, int):
+            where = f"line {where}"
         label = f"sample {len(self)}" if where is None else f"sample {len(self)} ({where})"
         try:
             self._add(sample, label)
         except FieldError as error:
             raise RolloutError(f"{self.name}, {label}: {error}") from None
+        self._plain = None
+
+    def add_rows(self, rows: Sequence[tuple[int | None, Mapping[str, object]]]) -> None:
+        """Add many samples, each with its line's number, as `add` would one by one, but the plain ones much faster.
+
+        Where not all are plain, halves of them are tried, so that one odd sample does not slow down the rest.
+        """
+        if not rows:
+            return
+        plain = self._plain = self._plain or self._plain_path()
+        if plain is not None and plain.add([row for _, row in rows]):
+            self._lacking_ids += len(rows) if plain.token_ids_U is None else 0
+            return
+        if plain is None or len(rows) == 1:
+            where, sample = rows[0]
+            self.add(sample, where)
+            self.add_rows(rows[1:])
+            return
+        half = len(rows) // 2
+        self.add_rows(rows[:half])
+        self.add_rows(rows[half:])
 
     def _add(self, sample: Mapping[str, object], label: str) -> None:
         get = sample.get
@@ -98,6 +129,7 @@ class BatchBuilder:
                 column.add(array("d", [advantage]) * length, label)
             else:
                 column.lack(length, may_lack, label)
+        self._add_unit(get("length_unit"))
         self._add_reward(get("reward"))
         self._add_status(get("status"))
         self._add_ids(ids)
@@ -106,6 +138,26 @@ class BatchBuilder:
         self._loss_mask_T += bits
         self._total_length_S.append(total)
         self._response_length_S.append(length)
+
+    def _plain_path(self) -> PlainPath | None:
+        """How further samples can be added fast, once it is known which fields samples have."""
+        settled = {field: column.settled for field, column in self._columns.items()}
+        if None in settled.values():
+            return None
+        absent = [field for field, given in settled.items() if not given]
+        return PlainPath(
+            given={field: column.values_T for field, column in self._columns.items() if settled[field]},
+            absent=absent if self._has_reward else [*absent, "reward"],
+            response_length_S=self._response_length_S,
+            total_length_S=self._total_length_S,
+            loss_mask_T=self._loss_mask_T,
+            reward_S=self._reward_S,
+            token_ids_U=None if self._lacking_ids else self._token_ids_U,
+            rollouts=self._rollouts,
+            groups=self._groups,
+            status_S=self._status_S,
+            statuses=self._statuses,
+        )
 
     def _loss_mask(self, mask: list | None, length: int, total: int, origin: str) -> bytes:
         """One byte per response token; a mask over prompt and response loses the prompt's part."""
@@ -127,6 +179,14 @@ class BatchBuilder:
         if form is not None:
             self._counts[form] += 1
         self._reward_S.append(score)
+
+    def _add_unit(self, value: object) -> None:
+        """A file converted from texts says on each sample what its lengths count."""
+        if value is None:
+            return
+        if value not in UNITS or (len(self) and value != self.length_unit):
+            raise FieldError(f"length_unit is {shown(value)}: must be one of {', '.join(UNITS)}, the same on every sample")
+        self.length_unit = str(value)
 
     def _add_status(self, value: object) -> None:
         if value is not None and not isinstance(value, str):
@@ -177,7 +237,8 @@ class BatchBuilder:
             labels=Labels(rollouts=tuple(self._rollouts.dense), groups=groups),
             recorded=recorded,
             name=self.name,
-            notes=(*self.notes, *self._field_notes()),
+            length_unit=self.length_unit,
+            notes=(*self._unit_note(), *self.notes, *self._field_notes()),
         )
 
     def _dense_rollouts(self) -> Tensor:
@@ -213,6 +274,12 @@ class BatchBuilder:
             )
         self.notes.append(f"no group_index in the file: grouped every {size} consecutive rollouts (--group-size)")
         return rollout_S // size, tuple(range(rollouts // size))
+
+    def _unit_note(self) -> list[str]:
+        if self.length_unit == "tokens":
+            return []
+        unit = {"chars": "characters"}.get(self.length_unit, self.length_unit)
+        return [f"lengths are in {unit}, not tokens: so is everything called a token here (--tokenizer PATH counts tokens)"]
 
     def _field_notes(self) -> list[str]:
         counts, notes = self._counts, []

@@ -18,7 +18,7 @@ class TokenColumn:
 
     def __init__(self, name: str, field: str) -> None:
         self._name, self._field = name, field
-        self._values_T = array("d")
+        self.values_T = array("d")
         self._skipped = 0  # tokens of the samples before the first that has the field
         self._given: str | None = None
         self._lacking: str | None = None
@@ -27,8 +27,8 @@ class TokenColumn:
         if self._given is None:
             self._given = label
             self._check()
-            self._values_T = array("d", [math.nan]) * self._skipped
-        self._values_T += values
+            self.values_T = array("d", [math.nan]) * self._skipped
+        self.values_T += values
 
     def lack(self, length: int, may_lack: bool, label: str) -> None:
         if not may_lack and self._lacking is None:
@@ -37,7 +37,7 @@ class TokenColumn:
         if self._given is None:
             self._skipped += length
         else:
-            self._values_T += array("d", [math.nan]) * length
+            self.values_T += array("d", [math.nan]) * length
 
     def _check(self) -> None:
         if self._given is not None and self._lacking is not None:
@@ -46,8 +46,15 @@ class TokenColumn:
                 " sample (only fully masked ones may lack it), or on none"
             )
 
+    @property
+    def settled(self) -> bool | None:
+        """True: further samples must have the field; False: none may; None: not known yet."""
+        if self._given is not None:
+            return True
+        return None if self._lacking is None else False
+
     def tensor(self) -> Tensor | None:
-        return None if self._given is None else tensor(self._values_T, torch.float64)
+        return None if self._given is None else tensor(self.values_T, torch.float64)
 
 
 class DenseIds:
@@ -64,6 +71,17 @@ class DenseIds:
             return
         key = value if type(value) is int else identifier(value, self._field)
         self.ids_S.append(self.dense.setdefault(key, len(self.dense)))
+
+    def add_all(self, keys: list[int | str | None]) -> None:
+        """Add ids of exactly these types, many at a time."""
+        dense = self.dense
+        for key in dict.fromkeys(keys):
+            if key is not None and key not in dense:
+                dense[key] = len(dense)
+        if None in keys:
+            self.ids_S.extend(NO_GROUP if key is None else dense[key] for key in keys)
+        else:
+            self.ids_S.extend(map(dense.__getitem__, keys))  # pyright: ignore[reportArgumentType]  # none is None
 
 
 def tensor(values: array | bytearray, dtype: torch.dtype) -> Tensor:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import orjson
+
+from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import shown
+from aggcli.rollouts.formats import Step
 
+ROWS = 64
+"""Rows taken at a time: enough to share the work of looking at them, few enough to stay in the processor's cache."""
 BOM = b"\xef\xbb\xbf"
 
 
@@ -22,30 +30,60 @@ def read_jsonl(path: Path, name: str, *, reward_key: str | None = None, group_si
     sample for whatever the builder refuses.
     """
     builder = BatchBuilder(name, reward_key=reward_key, group_size=group_size)
-    try:
-        with path.open("rb") as file:
-            _add_lines(file, builder)
-    except OSError as error:
-        raise RolloutError(f"{path}: cannot be read ({error.strerror or error})") from error
+    rows = json_rows(path, name, builder.notes)
+    while some_rows := list(islice(rows, ROWS)):
+        builder.add_rows(some_rows)
     return builder.build()
 
 
-def _add_lines(file: BinaryIO, builder: BatchBuilder) -> None:
+def read(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
+    """The batch of one file; see `read_jsonl`."""
+    return read_jsonl(step.path, name, reward_key=config.reward_key, group_size=config.group_size)
+
+
+def first_row(path: Path) -> frozenset[str]:
+    """The keys of the first line; none where it is no JSON object."""
+    try:
+        _, row = next(json_rows(path, str(path), []))
+    except (StopIteration, RolloutError):
+        return frozenset()
+    return frozenset(row)
+
+
+def json_rows(path: Path, name: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of each line of `path`; a last line that is not whole is dropped with a note in `notes`.
+
+    Raises `RolloutError` naming `name` and the line for any other line that is not a JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            yield from _rows(file, name, notes)
+    except OSError as error:
+        raise RolloutError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _rows(file: BinaryIO, name: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(file, start=1):
         if line.isspace():
             continue
         try:
-            sample = json.loads(str(line.removeprefix(BOM) if number == 1 else line, "utf-8"))
+            row = loads(line.removeprefix(BOM)) if number == 1 else loads(line)
         except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are ValueErrors
             if any(not rest.isspace() for rest in file):
-                raise RolloutError(f"{builder.name}, line {number}: {_why(error)}; correct or delete the line") from None
-            builder.notes.append(f"1 half-written line dropped: the last, line {number}")
+                raise RolloutError(f"{name}, line {number}: {_why(error)}; correct or delete the line") from None
+            notes.append(f"1 half-written line dropped: the last, line {number}")
             return
-        if type(sample) is not dict:
-            raise RolloutError(
-                f"{builder.name}, line {number}: holds {shown(sample)}; each line must be a JSON object, one sample"
-            )
-        builder.add(sample, f"line {number}")
+        if type(row) is not dict:
+            raise RolloutError(f"{name}, line {number}: holds {shown(row)}; each line must be a JSON object, one sample")
+        yield number, row
+
+
+def loads(line: bytes) -> Any:
+    """The value of one line; the standard library reads what the fast parser refuses, such as bare NaN."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return json.loads(str(line, "utf-8"))
 
 
 def _why(error: Exception) -> str:

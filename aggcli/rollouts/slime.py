@@ -19,13 +19,15 @@ from typing import Literal
 
 import torch
 
+from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import plain, shown
+from aggcli.rollouts.formats import Step
 from aggcli.rollouts.slime_layout import recorded_layout
 
-Kind = Literal["slime-rollout", "slime-train"]
+Kind = Literal["slime-rollout", "slime-train", "miles-train"]
 
 FORMAT_VERSION = 2
 TRAIN_FIELDS = {
@@ -63,14 +65,25 @@ def read_slime(
     if kind not in (None, found):
         raise RolloutError(f"{path}: is a {found} dump, not {kind}; change or drop --rollout-format")
     if found == "slime-rollout":
-        for sample in _samples(payload, name):
+        for sample in samples_of(payload, name):
             builder.add(sample)
         return builder.build()
     version = plain(payload.get("format_version"))
     if version != FORMAT_VERSION:
         raise RolloutError(f"{path}: train dump of format_version {shown(version)}; only version {FORMAT_VERSION} is read")
-    drawn = None if rollout_dump is None else list(_samples(load(rollout_dump), rollout_dump.name))
+    drawn = None if rollout_dump is None else list(samples_of(load(rollout_dump), rollout_dump.name))
     return _train_batch(payload, builder, drawn)
+
+
+def read_rollout(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
+    """The batch of a rollout dump; see `read_slime`."""
+    return read_slime(step.path, name, kind="slime-rollout", reward_key=config.reward_key, group_size=config.group_size)
+
+
+def read_train(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
+    """The batch of a train dump, joined with the step's rollout dump; see `read_slime`."""
+    options = {"reward_key": config.reward_key, "group_size": config.group_size}
+    return read_slime(step.path, name, kind="slime-train", rollout_dump=step.rollout_dump, **options)
 
 
 # -- loading --------------------------------------------------------------------------------------------------------
@@ -84,7 +97,8 @@ def load(path: Path) -> Mapping[str, object]:
     except OSError as error:
         raise RolloutError(f"{path}: cannot be read ({error.strerror or error})") from error
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with torch.serialization.safe_globals([range]):  # miles stores partitions as ranges
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a damaged file can fail anywhere in the unpickler, with any exception
         raise RolloutError(
             f"{path}: refused: {_why(error)}; only plain data (dicts, lists, numbers, texts, tensors) is loaded,"
@@ -105,6 +119,8 @@ def kind_of(payload: object, path: Path) -> Kind:
     """Which dump a loaded file is, by its keys."""
     if isinstance(payload, Mapping) and "samples" in payload:
         return "slime-train" if "format_version" in payload or "dp_shards" in payload else "slime-rollout"
+    if isinstance(payload, Mapping) and isinstance(payload.get("rollout_data"), Mapping):
+        return "miles-train"
     keys = f"keys {', '.join(map(str, payload))}" if isinstance(payload, Mapping) else f"a {type(payload).__name__}"
     raise RolloutError(f"{path}: is not a slime dump: it holds {keys}, and no 'samples'")
 
@@ -137,7 +153,7 @@ def _peek_head(path: Path, most: int = 200) -> tuple[Kind, object] | None:
     return None
 
 
-def _samples(payload: Mapping[str, object], name: str) -> Iterator[Mapping[str, object]]:
+def samples_of(payload: Mapping[str, object], name: str) -> Iterator[Mapping[str, object]]:
     samples = payload.get("samples")
     if not isinstance(samples, (list, tuple)):
         raise RolloutError(f"{name}: samples is {shown(samples)}; must be a list of samples")
@@ -155,7 +171,7 @@ def _train_batch(
 ) -> RolloutBatch:
     """The samples in the order of their rollout_position, with what the rollout dump `drawn` adds to each."""
     by_position: dict[int, Mapping[str, object]] = {}
-    for i, sample in enumerate(_samples(payload, builder.name)):
+    for i, sample in enumerate(samples_of(payload, builder.name)):
         position = plain(sample.get("rollout_position"))
         if type(position) is not int or position < 0 or position in by_position:
             raise RolloutError(
@@ -167,9 +183,9 @@ def _train_batch(
     raw_reward = plain(payload.get("raw_reward"))
     for i, position in enumerate(positions):
         sample = _canonical(by_position[position])
-        sample["reward"] = _raw_reward(raw_reward, by_position[position], position, f"{builder.name}, sample {i}")
+        sample["reward"] = raw_reward_at(raw_reward, by_position[position], position, f"{builder.name}, sample {i}")
         if drawn is not None:
-            _join(sample, drawn, position, f"{builder.name}, sample {i}")
+            join_rollout(sample, drawn, position, f"{builder.name}, sample {i}")
         builder.add(sample)
     shards = payload.get("dp_shards")
     recorded = recorded_layout(shards, positions)
@@ -184,7 +200,7 @@ def _canonical(sample: Mapping[str, object]) -> dict[str, object]:
     return fields
 
 
-def _raw_reward(raw_reward: object, sample: Mapping[str, object], position: int, label: str) -> object:
+def raw_reward_at(raw_reward: object, sample: Mapping[str, object], position: int, label: str) -> object:
     """The reward before normalisation; `rewards` of a train dump are normalised."""
     if raw_reward is None:
         return sample.get("local_raw_reward")
@@ -195,7 +211,7 @@ def _raw_reward(raw_reward: object, sample: Mapping[str, object], position: int,
     return raw_reward[position]
 
 
-def _join(sample: dict[str, object], drawn: list[Mapping[str, object]], position: int, label: str) -> None:
+def join_rollout(sample: dict[str, object], drawn: list[Mapping[str, object]], position: int, label: str) -> None:
     """Add to `sample` what it lacks, from the rollout dump's sample at its rollout_position."""
     if position >= len(drawn):
         raise RolloutError(

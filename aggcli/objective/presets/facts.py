@@ -31,7 +31,8 @@ Counted = Literal[
 """What a denominator counts. Tokens are masked-in tokens; the padded width is the longest response, masked tokens included;
 the length power is n_i ** alpha; the sign is that of the sample's advantage."""
 
-EVIDENCE = {
+Evidence = Literal["executed", "code", "derived", "paper", "second-hand", "own"]
+EVIDENCE: dict[Evidence, str] = {
     "executed": "values of the framework's own code, run",
     "code": "read in the framework's code",
     "derived": "algebra from the framework's code, not run",
@@ -86,7 +87,7 @@ class Preset:
     name: str
     option: str
     version: str
-    evidence: Literal["executed", "code", "derived", "paper", "second-hand", "own"]
+    evidence: Evidence
     formula: str
     divides_by: tuple[Denominator, ...]
     micro_batches: Literal["sum", "mean", "share of samples", "mean of the step"] = "sum"
@@ -165,7 +166,9 @@ def why_it_varies(preset: Preset) -> str:
         counts = [d for d in preset.local_counts if d.scope == scope]
         if counts:
             verb = "is" if len(counts) == 1 and "width" in counts[0].counted else "are"
-            reasons.append(f"{' and '.join(d.words for d in counts)} {verb} counted in each {scope}{_put_together(preset, scope)}")
+            reasons.append(
+                f"{' and '.join(d.words for d in counts)} {verb} counted in each {scope}{_put_together(preset, scope)}"
+            )
     if not preset.local_counts and preset.micro_batches in ("mean", "share of samples"):
         reasons.append(
             "nothing is counted in a micro-batch, yet micro-batches are averaged: the weight of a token is proportional to"

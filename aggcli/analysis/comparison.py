@@ -1,0 +1,49 @@
+"""The final figures of a trained comparison: per mode over seeds, and against the first mode, seed by seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aggcli.analysis.statistics import interval, paired_difference
+
+FIGURES = {
+    "accuracy": "accuracy",
+    "response_length": "response_length",
+    "correct_response_length": "correct/response_length",
+    "incorrect_response_length": "incorrect/response_length",
+}
+"""Field of an evaluation -> name in the summary."""
+
+
+def final_summary(
+    runs: Sequence[tuple[str, str, int]], evaluations: Mapping[str, Mapping[str, float | None]]
+) -> dict[str, Any]:
+    """`modes` -> figure -> mean, low, high, n, and the paired `difference` to the baseline mode's; and the missing runs.
+
+    `runs`: (name, mode, seed) of every run that was asked for; `evaluations`: run name -> figure -> value (None where there
+    was nothing to measure) of those that finished.
+    """
+    modes = list(dict.fromkeys(mode for _, mode, _ in runs))
+    summary: dict[str, Any] = {"baseline": modes[0], "modes": {}}
+    values = {
+        (mode, field): {
+            seed: value
+            for name, of_mode, seed in runs
+            if of_mode == mode and name in evaluations and (value := evaluations[name][field]) is not None
+        }
+        for mode in modes
+        for field in FIGURES
+    }
+    for mode in modes:
+        figures: dict[str, Any] = {}
+        for field, name in FIGURES.items():
+            own = values[mode, field]
+            figures[name] = dataclasses.asdict(interval(list(own.values()))) if own else None
+            if own and mode != modes[0]:
+                difference = paired_difference(own, values[modes[0], field])
+                figures[name]["difference"] = None if difference is None else dataclasses.asdict(difference)
+        summary["modes"][mode] = figures
+    summary["missing"] = [name for name, _, _ in runs if name not in evaluations]
+    return summary

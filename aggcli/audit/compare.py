@@ -1,0 +1,194 @@
+"""One frozen batch x rules x layouts: what moves, by how much, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from aggcli.audit.frozen import AuditLayout, FrozenBatch
+from aggcli.audit.rules import AuditRule
+from aggcli.audit.search import TOLERANCE, Counterexample, deviation, smallest_counterexample
+from aggcli.errors import AggcliError, SettingError
+
+Verdict = Literal["invariant", "varies", "not finite", "not computed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A rule under one layout against its reference layout, the first that the framework can deal.
+
+    `pg_loss`: the step loss; `gradient_ratio`, `gradient_cosine`: norm and direction of the gradient by the log-probabilities
+    (None without advantages or where a norm is 0); `deviation`: the largest relative change of a token's weight.
+    """
+
+    layout: str
+    pg_loss: float | None
+    gradient_ratio: float | None
+    gradient_cosine: float | None
+    deviation: float
+
+
+@dataclass(frozen=True)
+class RuleReport:
+    """One rule over all layouts.
+
+    `effective_lr`: its gradient norm over the baseline rule's under the reference layout, which is what a step length is
+    multiplied by; `skipped`: layouts that the framework cannot deal; `reason`: why it varies, or why it was not computed;
+    `notes`: what to know about the rule.
+    """
+
+    rule: str
+    verdict: Verdict
+    total_weight: float | None = None
+    effective_lr: float | None = None
+    effective_cosine: float | None = None
+    outcomes: tuple[Outcome, ...] = ()
+    skipped: tuple[str, ...] = ()
+    reason: str = ""
+    counterexample: Counterexample | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def deviation(self) -> float:
+        """The largest over all layouts; infinite where a loss is not a number."""
+        if self.verdict == "not finite":
+            return math.inf
+        return max((outcome.deviation for outcome in self.outcomes), default=0.0)
+
+    @property
+    def worst(self) -> Outcome | None:
+        """The layout that moves the rule most, among those with a finite loss where there is one."""
+        finite = [outcome for outcome in self.outcomes if math.isfinite(outcome.deviation)]
+        return max(finite or self.outcomes, key=lambda outcome: outcome.deviation, default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        first = self.outcomes[0] if self.outcomes else None
+        return {
+            "verdict": self.verdict,
+            "pg_loss": first.pg_loss if first else None,
+            "total_weight": self.total_weight,
+            "effective_lr": self.effective_lr,
+            "gradient_cosine": self.effective_cosine,
+            "deviation": self.deviation if self.outcomes or self.verdict == "not finite" else None,
+            "layouts": {o.layout: {k: v for k, v in vars(o).items() if k != "layout"} for o in self.outcomes},
+            "worst_layout": self.worst.layout if self.worst and self.verdict == "varies" else None,
+            "skipped": list(self.skipped),
+            "reason": self.reason,
+            "counterexample": self.counterexample.as_json() if self.counterexample else None,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The reports of all rules over one batch; `reference`: the layout that the others are compared with."""
+
+    batch: str
+    reference: str
+    baseline: str
+    reports: tuple[RuleReport, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def deviation(self) -> float:
+        return max((report.deviation for report in self.reports), default=0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "batch": self.batch,
+            "reference_layout": self.reference,
+            "baseline": self.baseline,
+            "rules": {report.rule: report.as_json() for report in self.reports},
+            "notes": list(self.notes),
+        }
+
+
+def audit(
+    frozen: FrozenBatch,
+    rules: Sequence[AuditRule],
+    layouts: Sequence[AuditLayout],
+    *,
+    tolerance: float = TOLERANCE,
+    search: bool = True,
+) -> Audit:
+    """Every rule under every layout, against the first layout; the first rule is the baseline of effective learning rates.
+
+    `search`: find the smallest counterexample of each rule that varies. A rule that the batch cannot give (no group_index, no
+    divisor) is reported as not computed, with the reason.
+    """
+    base_T = None
+    reports = []
+    for rule in rules:
+        try:
+            report, weight_T = _report(frozen, rule, layouts, tolerance)
+        except AggcliError as error:
+            reports.append(RuleReport(rule.name, "not computed", reason=_without_name(error, frozen), notes=_notes(rule)))
+            continue
+        base_T = weight_T if base_T is None else base_T
+        if report.verdict == "varies" and search:
+            found = smallest_counterexample(rule, tolerance)
+            report = replace(report, counterexample=found)
+        ratio, cosine = _against(frozen.slope_T, weight_T, base_T)
+        reports.append(replace(report, effective_lr=ratio, effective_cosine=cosine))
+    return Audit(frozen.step.name, layouts[0].text, reports[0].rule if reports else "", tuple(reports))
+
+
+def _report(
+    frozen: FrozenBatch, rule: AuditRule, layouts: Sequence[AuditLayout], tolerance: float
+) -> tuple[RuleReport, Tensor]:
+    possible = [layout for layout in layouts if rule.can_run(layout.schedule)]
+    if not possible:
+        raise SettingError("it runs under none of these layouts: it needs equal micro-batches, or ranks of equal size")
+    reference_T = rule.weights(frozen.step, possible[0].schedule, possible[0].cp)
+    outcomes = []
+    for layout in possible:
+        weight_T = rule.weights(frozen.step, layout.schedule, layout.cp)
+        ratio, cosine = _against(frozen.slope_T, weight_T, reference_T)
+        outcomes.append(Outcome(layout.text, _loss(frozen, weight_T), ratio, cosine, deviation(reference_T, weight_T)))
+    broken = bool(torch.isnan(reference_T).any())
+    worst = max(outcome.deviation for outcome in outcomes)
+    verdict: Verdict = "not finite" if broken else "varies" if worst > tolerance else "invariant"
+    reason = "a fully masked piece of the batch is 0/0" if broken else rule.why() if verdict == "varies" else ""
+    if verdict == "varies" and math.isinf(worst):
+        reason += "; a fully masked piece is 0/0"
+    report = RuleReport(
+        rule=rule.name,
+        verdict=verdict,
+        total_weight=float(reference_T.sum()),
+        outcomes=tuple(outcomes),
+        skipped=tuple(layout.text for layout in layouts if layout not in possible),
+        reason=reason,
+        notes=_notes(rule),
+    )
+    return report, reference_T
+
+
+def _without_name(error: AggcliError, frozen: FrozenBatch) -> str:
+    """The reason alone: the step is named where the report stands."""
+    return str(error).removeprefix(frozen.step.name).lstrip(",: ")
+
+
+def _notes(rule: AuditRule) -> tuple[str, ...]:
+    note = getattr(rule, "note", "")
+    return (note,) if note else ()
+
+
+def _loss(frozen: FrozenBatch, weight_T: Tensor) -> float | None:
+    return None if frozen.loss_T is None else float(weight_T @ frozen.loss_T)
+
+
+def _against(slope_T: Tensor | None, weight_T: Tensor, base_T: Tensor) -> tuple[float | None, float | None]:
+    """(ratio of gradient norms, cosine) of two rules or layouts; None where there is no gradient or a norm is 0 or NaN."""
+    if slope_T is None:
+        return None, None
+    own_T, base_T = weight_T * slope_T, base_T * slope_T
+    own, base = float(own_T.norm()), float(base_T.norm())
+    if not (base > 0 and math.isfinite(own) and math.isfinite(base)):
+        return None, None
+    cosine = max(-1.0, min(1.0, float(own_T @ base_T) / (own * base))) if own > 0 else None
+    return own / base, cosine

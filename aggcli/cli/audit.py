@@ -1,0 +1,212 @@
+"""`aggcli audit`: one frozen batch under many layouts and every framework's rule, or anybody's reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from aggcli.cli.console import out, say
+from aggcli.cli.options import ConfigOption, JsonOption, comma_list, resolve, with_settings
+from aggcli.config import FIELDS, MODES, SOURCE_SETTINGS, RunConfig
+from aggcli.errors import CheckFailed, ExitCode, SettingError
+
+if TYPE_CHECKING:
+    from aggcli.audit import Audit, AuditRule, Finding, FrozenBatch
+
+_TAKEN = (
+    *(name for name in SOURCE_SETTINGS if name != "rollouts"),
+    *("prompt_mean_scale", "advantages", "eps_clip", "eps_clip_high", "eps_clip_c"),
+    *("layouts", "max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "seed"),
+    *(name for name in FIELDS if name.startswith("synthetic_")),
+)
+"""The settings that are options of an audit too."""
+
+PathArgument = Annotated[
+    str | None, typer.Argument(metavar="[PATH]", help="A rollout file or folder, or `synthetic`; default: a built-in batch.")
+]
+RulesOption = Annotated[
+    list[str] | None,
+    typer.Option("--rules", metavar="A,B,...", help="Modes, presets such as verl:token-mean, aliases; default: all."),
+]
+NormalizerOption = Annotated[
+    str, typer.Option("--normalizer", metavar="step|rank|micro-batch", help="Where this project's modes count denominators.")
+]
+ReducerOption = Annotated[
+    list[str] | None, typer.Option("--reducer", metavar="PKG.MOD:FN", help="Audit this function too; repeat it for several.")
+]
+SignatureOption = Annotated[
+    str | None,
+    typer.Option("--reducer-signature", metavar="slime|matrix|flat", help="How to call it; default: by its parameters."),
+]
+RanksOption = Annotated[
+    str | None,
+    typer.Option("--reducer-ranks", metavar="mean|sum", help="How your framework joins ranks; default: mean for matrix."),
+]
+DivisorOption = Annotated[
+    float | None,
+    typer.Option("--divisor", metavar="L", help="Constant and padded width, in tokens; default: the longest response."),
+]
+FailOption = Annotated[
+    float | None,
+    typer.Option(
+        "--fail-on-variance",
+        metavar="X",
+        help="Exit 1 if a layout changes a weight by more, relative, or a reducer has a fault.",
+    ),
+]
+SearchOption = Annotated[bool, typer.Option("--search/--no-search", help="Find the smallest case of each rule that varies.")]
+
+
+@with_settings(without=[name for name in FIELDS if name not in _TAKEN])
+def audit(
+    given: dict[str, Any],
+    path: PathArgument = None,
+    rules: RulesOption = None,
+    normalizer: NormalizerOption = "step",
+    reducer: ReducerOption = None,
+    reducer_signature: SignatureOption = None,
+    reducer_ranks: RanksOption = None,
+    divisor: DivisorOption = None,
+    fail_on_variance: FailOption = None,
+    search: SearchOption = True,
+    config: ConfigOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Which rules give the same gradient under every layout, which do not, and why.
+
+    Layouts are as everywhere, also with the samples of a micro-batch: dp2:interleaved:mb2. The first is the reference; a slime
+    train dump brings its recorded layout along. Exit code 1 only with --fail-on-variance.
+    """
+    settings = resolve({**given, **({"rollouts": (path,)} if path else {})}, config)
+    check_divisor_and_limit(divisor, fail_on_variance)
+    frozen = _frozen(settings)
+    longest = max(float(max(int(batch.step.response_length_S.max()), 1)) for batch in frozen)
+    wanted = _rules(comma_list(rules or ()), bool(reducer), normalizer, divisor or longest, settings)
+    custom, findings = _reducers(reducer or (), reducer_signature, reducer_ranks, divisor)
+    chosen = [*custom, *wanted]
+    audits = [_audited(batch, chosen, settings, search) for batch in frozen]
+    head = {
+        "command": "audit",
+        "rollouts": path or "the built-in batch",
+        "layouts": list(dict.fromkeys(layout for batch in frozen for layout in _layout_texts(batch, settings))),
+        "baseline": audits[0].baseline,
+        "divisor": divisor or longest,
+        "divisor_origin": "--divisor" if divisor else "the longest response",
+        "reducers": {name: [vars(finding) for finding in found] for name, found in findings.items()},
+    }
+    _print(head, audits, json)
+    return _judge(audits, findings, fail_on_variance)
+
+
+def check_divisor_and_limit(divisor: float | None, limit: float | None) -> None:
+    """Refuse a divisor or a limit that is no positive number."""
+    from aggcli.config import check_divisor
+
+    check_divisor(divisor)
+    if limit is not None and not limit > 0:
+        raise SettingError(f"--fail-on-variance {limit:g}: must be above 0, such as 1e-6")
+
+
+# -- what is audited ------------------------------------------------------------------------------------------------
+
+
+def _frozen(settings: RunConfig) -> list[FrozenBatch]:
+    """Every optimizer step of the source, or the built-in batch."""
+    from aggcli.audit import built_in_batch, freeze
+    from aggcli.layout.steps import optimizer_steps
+    from aggcli.rollouts.sources import open_source
+
+    if not settings.source.rollouts:
+        return [freeze(built_in_batch(), settings.objective)]
+    found = []
+    for batch in open_source(settings.source, settings.seed):
+        for note in batch.notes:
+            say(f"{batch.name}: {note}")
+        parts = optimizer_steps(batch, settings.layout.global_batch_size)
+        found += [freeze(batch, settings.objective, part) for part in parts]
+    return found
+
+
+def _rules(names: Sequence[str], has_reducer: bool, normalizer: str, divisor: float, settings: RunConfig) -> list[AuditRule]:
+    """The rules asked for; without --rules all of them, or with a reducer only the mode it is measured against."""
+    from aggcli.audit import rule_named
+    from aggcli.objective.presets import PRESETS
+
+    chosen = names or (() if has_reducer else (*MODES, *PRESETS))
+    scale = settings.objective.prompt_mean_scale
+    found = [rule_named(name, divisor=divisor, normalizer=normalizer, scale=scale) for name in chosen]
+    for rule in found if names else ():
+        if rule.note:
+            say(rule.note)
+    return list(dict.fromkeys(found))
+
+
+def _reducers(
+    paths: Sequence[str], signature: str | None, ranks: str | None, divisor: float | None
+) -> tuple[list[AuditRule], dict[str, tuple[Finding, ...]]]:
+    from aggcli.audit import CustomRule, diagnose, reducer_rule
+    from aggcli.objective.reducer import load_reducer
+
+    if ranks not in (None, "mean", "sum"):
+        raise SettingError(f"--reducer-ranks {ranks}: must be mean or sum")
+    rules: list[AuditRule] = []
+    findings: dict[str, tuple[Finding, ...]] = {}
+    for path in paths:
+        try:
+            function = load_reducer(path)
+        except SettingError as error:
+            raise SettingError(str(error).replace("--custom-pg-loss-reducer-function-path", "--reducer")) from error
+        rule = reducer_rule(function, signature, ranks=ranks, divisor=divisor, name=path)  # pyright: ignore[reportArgumentType]  # checked there
+        found = diagnose(rule)
+        reason = "; ".join(str(finding) for finding in found if finding.fault)
+        rules.append(CustomRule(rule, reason, any(f.kind == "needs equal micro-batches" for f in found)))
+        findings[path] = found
+    return rules, findings
+
+
+def _audited(frozen: FrozenBatch, rules: Sequence[AuditRule], settings: RunConfig, search: bool) -> Audit:
+    from aggcli.audit import audit as compare
+    from aggcli.audit import layouts_of
+
+    layout = settings.layout
+    budget = {"max_tokens": layout.max_tokens_per_gpu, "micro_batch_size": layout.micro_batch_size}
+    return compare(frozen, rules, layouts_of(frozen, _layout_texts(frozen, settings), **budget), search=search)
+
+
+def _layout_texts(frozen: FrozenBatch, settings: RunConfig) -> tuple[str, ...]:
+    """The layouts asked for or the default ones, the recorded one first."""
+    from aggcli.audit import DEFAULT_LAYOUTS
+
+    texts = settings.layout.layouts or DEFAULT_LAYOUTS
+    return texts if frozen.recorded is None or "recorded" in texts else ("recorded", *texts)
+
+
+# -- what is said ---------------------------------------------------------------------------------------------------
+
+
+def _print(head: dict[str, Any], audits: Sequence[Audit], json: bool) -> None:
+    steps = [audit.as_json() for audit in audits]
+    if json:
+        from aggcli.records import to_json
+
+        print(to_json({"schema": 1, **head, "steps": [{"step": at, **step} for at, step in enumerate(steps)]}))
+        return
+    from aggcli.report.audits import audit_tables
+
+    for part in audit_tables(head, steps):
+        out().print(part)
+
+
+def _judge(audits: Sequence[Audit], findings: dict[str, tuple[Finding, ...]], limit: float | None) -> int:
+    """Exit code 1 where a check was asked for and failed."""
+    if limit is None:
+        return ExitCode.DONE
+    moved = {r.rule for audit in audits for r in audit.reports if r.deviation > limit}
+    faulty = {name for name, found in findings.items() if any(finding.fault for finding in found)}
+    if moved or faulty:
+        parts = [f"{', '.join(sorted(moved))} vary with the layout by more than {limit:g}"] if moved else []
+        parts += [f"{', '.join(sorted(faulty - moved))}: faults in the reducer"] if faulty - moved else []
+        raise CheckFailed("; ".join(parts))
+    return ExitCode.DONE

@@ -1,0 +1,70 @@
+"""`aggcli convert`: rollouts of any format that is read, as our own JSONL or Parquet, or as slime's rollout dumps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from aggcli.cli.console import progress, say
+from aggcli.cli.options import with_settings
+from aggcli.config import FIELDS, SOURCE_SETTINGS, settings_from
+from aggcli.errors import SettingError, nearest
+
+if TYPE_CHECKING:
+    from aggcli.rollouts.sources import Source
+    from aggcli.rollouts.writers import Target
+
+
+@with_settings(without=[name for name in FIELDS if name not in SOURCE_SETTINGS or name == "rollouts"])
+def convert(
+    given: dict[str, Any],
+    rollouts: Annotated[str, typer.Argument(metavar="IN", help="File, folder or glob; or synthetic.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="x.jsonl, x.parquet or x.pt for one step; a folder for several.")],
+    to: Annotated[
+        str | None, typer.Option(metavar="jsonl|parquet|slime", help="Format; default: by OUT's extension, jsonl for a folder.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier conversion wrote.")] = False,
+) -> None:
+    """Write rollouts in our own format: JSONL or Parquet, one sample a line or row, every number kept to the last bit.
+
+    Texts are not kept; lengths counted from them are, with their unit. slime's dumps (--to slime) hold less, as noted.
+    """
+    settings = settings_from({**given, "rollouts": [rollouts]})
+    from aggcli.rollouts.sources import open_source
+
+    source = open_source(settings.source, settings.seed)
+    target, is_file = _target(to, out)
+    if is_file and len(source) != 1:
+        raise SettingError(f"{rollouts} holds {len(source)} steps, and {out} is one file: give a folder, one file a step")
+    _write(source, out, target, is_file, overwrite)
+
+
+def _target(to: str | None, out: Path) -> tuple[Target, bool]:
+    """The target, and whether OUT is one file: whether it ends in the extension of a format."""
+    from aggcli.rollouts.writers import TARGETS
+
+    by_extension = {target.extension: name for name, target in TARGETS.items()}
+    wanted = to or by_extension.get(out.suffix, "jsonl")
+    if wanted not in TARGETS:
+        raise SettingError(f"--to '{wanted}' is not a format that is written{nearest(wanted, TARGETS)}")
+    if out.suffix in by_extension and out.suffix != TARGETS[wanted].extension:
+        raise SettingError(f"--to {wanted} writes {TARGETS[wanted].extension} files, not {out.suffix}: change one of the two")
+    return TARGETS[wanted], out.suffix in by_extension
+
+
+def _write(source: Source, out: Path, target: Target, is_file: bool, overwrite: bool) -> None:
+    from aggcli.rollouts.writers import lost, whole_file, whole_folder
+
+    notes: dict[str, None] = {}
+    place = whole_file(out, overwrite) if is_file else whole_folder(out, target.extension, overwrite)
+    steps = samples = 0
+    with place as path:
+        for batch in progress(source, len(source), "converting"):
+            target.write(batch, path if is_file else path / f"{steps}{target.extension}")
+            notes.update(dict.fromkeys([*batch.notes, *lost(batch, target)]))
+            steps, samples = steps + 1, samples + batch.num_samples
+    for note in notes:
+        say(note)
+    print(f"{out}: {samples} samples in {steps} step{'s' if steps != 1 else ''}, from {source.format}")

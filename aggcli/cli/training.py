@@ -1,0 +1,338 @@
+"""What `run` and `compare` share when they train: ranks, records, progress, checkpoints, and the figures at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aggcli.cli.console import out, say
+from aggcli.cli.replaying import TOLERANCE, fitted_to_launcher
+from aggcli.config import RunConfig, to_flat, to_toml
+from aggcli.errors import CheckFailed, ExitCode, RecordError
+
+if TYPE_CHECKING:
+    from aggcli.grid import Evaluation, Setup
+    from aggcli.records import RunWriter
+    from aggcli.training.loop import TrainedStep, Trainer
+    from aggcli.training.stack import RunSpec
+    from aggcli.world import World
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """One invocation of `run` or `compare` that trains."""
+
+    command: str
+    config: RunConfig
+    modes: tuple[str, ...]
+    seeds: tuple[int, ...]
+    output: Path | None
+    overwrite: bool
+    resume: bool
+    json: bool
+
+
+def training_command(request: TrainingRequest) -> int:
+    """Start or join ranks where there is more than one, and train. Returns the exit code."""
+    from aggcli import world as worlds
+
+    layout = request.config.layout
+    if not worlds.was_started_by_torchrun():
+        if layout.dp * layout.cp > 1:
+            worlds.start_ranks(layout.dp * layout.cp, sys.argv[1:])
+            return ExitCode.DONE
+        return _train(request, worlds.ALONE)
+    world = worlds.join()
+    try:
+        config = fitted_to_launcher(request.config, world.size)
+        return _train(dataclasses.replace(request, config=config), world)
+    finally:
+        worlds.leave(world)
+
+
+def _train(request: TrainingRequest, world: World) -> int:
+    from aggcli import grid
+    from aggcli.training.checkpoint import load
+
+    setup = grid.set_up(request.config)
+    runs = grid.runs_of(request.config, request.modes, request.seeds, setup.response_limit)
+    if request.command == "run":
+        runs = [dataclasses.replace(run, name=".") for run in runs]
+    directory = _directory(request, world)
+    checkpoint = load(directory) if request.resume else None
+    if request.config.training.match == "grad-norm":
+        runs = grid.matched_rates(setup, runs, world)
+    trainer = grid.trainer_of(setup, runs, world)
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+    if world.is_root:
+        _say_before(request, setup, runs, directory, resumed_at=trainer.step if request.resume else None)
+    with _records(request, setup, runs, directory, world, trainer.step) as writers:
+        status = _loop(trainer, writers, directory, request, world)
+    final = grid.evaluate(setup, trainer.weights.parameters, [run.seed for run in trainer.runs]) if trainer.runs else []
+    return _finish(request, setup, runs, trainer, final, directory, status) if world.is_root else ExitCode.DONE
+
+
+@dataclass
+class _Status:
+    """How the loop went: the worst layout deviation, runs that diverged, and steps without a signal."""
+
+    deviation: float = 0.0
+    diverged: list[str] = dataclasses.field(default_factory=list)
+    silent_steps: int = 0
+    interrupted: bool = False
+
+
+def _loop(trainer: Trainer, writers: dict[str, RunWriter], directory: Path, request: TrainingRequest, world: World) -> _Status:
+    from aggcli.cli.live import progress_of
+    from aggcli.training.report import deviation
+
+    status = _Status()
+    every = request.config.training.checkpoint_every
+    with _stop_requested() as stop, progress_of(request.config.training.steps, trainer.step) as show:
+        for done in trainer.steps():
+            if world.is_root:
+                for number, reports in done.optimizer_steps:
+                    for report in reports:
+                        _write(writers[report.run.name], number, done.step, report)
+                        status.deviation = max(status.deviation, deviation(report))
+                        status.silent_steps += report.values.get("zero_variance_groups") == report.values.get("groups")
+                _note_diverged(done, status, writers)
+                show(done)
+            stopping = any(world.everyone(bool(stop)))
+            if stopping or trainer.step % every == 0 or trainer.step == request.config.training.steps:
+                _save(trainer, directory, world)
+            if stopping:
+                status.interrupted = True
+                break
+    return status
+
+
+def _save(trainer: Trainer, directory: Path, world: World) -> None:
+    from aggcli.training.checkpoint import save
+
+    if world.is_root:
+        save(directory, trainer.checkpoint())
+
+
+@contextmanager
+def _stop_requested() -> Iterator[list[int]]:
+    """A list that fills when the user presses Ctrl-C: the step in hand is finished first; a second Ctrl-C stops at once."""
+    asked: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        say("interrupted: finishing the step in hand; press again to stop at once")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _note_diverged(done: TrainedStep, status: _Status, writers: dict[str, RunWriter]) -> None:
+    for gone in done.diverged:
+        text = f"run {gone.run.mode}, seed {gone.run.seed} diverged before step {gone.step}: {gone.what}; its records are kept"
+        status.diverged.append(text)
+        writers[gone.run.name].manifest["diverged"] = text
+        say(text)
+
+
+# -- records --------------------------------------------------------------------------------------------------------
+
+
+def _directory(request: TrainingRequest, world: World) -> Path:
+    """The results directory: a fresh one, or the one to resume in; the same on every rank."""
+    from aggcli import records
+
+    found: Path | str | None = None
+    if world.is_root:
+        try:
+            found = _chosen_directory(request)
+        except RecordError as error:
+            found = str(error)
+    found = world.broadcast(found)
+    if isinstance(found, str):
+        raise RecordError(found if world.is_root else "")
+    assert found is not None
+    del records
+    return found
+
+
+def _chosen_directory(request: TrainingRequest) -> Path:
+    from aggcli import records
+
+    if not request.resume:
+        name = f"{request.command}-{request.modes[0]}" if request.command == "run" else request.command
+        return records.fresh_directory(request.output, name, overwrite=request.overwrite)
+    if request.output is None:
+        raise RecordError("--resume needs --output DIR, the results directory to go on with")
+    manifest = records.read_manifest(request.output)
+    now = to_flat(request.config)
+    for name, value in manifest["settings"].items():
+        mine = list(v) if isinstance(v := now.get(name), tuple) else v
+        if mine != value and name != "steps":
+            raise RecordError(
+                f"--resume: {name} is {mine} now and was {value} in {request.output}; a resumed run keeps its settings"
+            )
+    return request.output
+
+
+@contextmanager
+def _records(
+    request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], directory: Path, world: World, step: int
+) -> Iterator[dict[str, RunWriter]]:
+    """One writer per run at the root; none elsewhere."""
+    import torch
+
+    from aggcli import records
+
+    if not world.is_root:
+        yield {}
+        return
+    shared = {
+        "command": request.command,
+        "arguments": sys.argv[1:],
+        "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in to_flat(request.config).items()},
+        "config": to_toml(request.config),
+        "response_limit": setup.response_limit,
+        "environment": records.environment(str(setup.device), torch.get_num_threads()),
+        "ranks": world.size,
+    }
+    resume_at = step if request.resume else None
+    with ExitStack() as stack:
+        if request.command == "compare":
+            manifest = {"schema": records.SCHEMA, "kind": "comparison", "runs": [run.name for run in runs], **shared}
+            records.write_manifest(directory, {**manifest, "status": "running"})
+            stack.push(lambda kind, error, trace: _close(directory, manifest, error))
+        yield {
+            run.name: stack.enter_context(records.RunWriter(directory / run.name, _manifest(run, shared), resume_at))
+            for run in runs
+        }
+
+
+def _close(directory: Path, manifest: dict[str, Any], error: BaseException | None) -> None:
+    from aggcli import records
+
+    records.write_manifest(directory, {**manifest, "status": records.ended(error)})
+
+
+def _manifest(run: RunSpec, shared: dict[str, Any]) -> dict[str, Any]:
+    own = {"mode": run.mode, "seed": run.seed, "lr": run.lr, "divisor": run.objective.loss_aggregation_divisor}
+    return {"kind": "run", **own, **shared}
+
+
+def _write(writer: RunWriter, number: int, rollout_step: int, report: Any) -> None:
+    head = {"step": number, "rollout_step": rollout_step, "mode": report.run.mode, "seed": report.run.seed}
+    writer.step({**head, **report.values}, [{**head, **line} for line in report.layouts])
+
+
+# -- what is said ---------------------------------------------------------------------------------------------------
+
+
+def _say_before(
+    request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], directory: Path, resumed_at: int | None
+) -> None:
+    """What is about to be trained, and whether the modes can differ on it at all."""
+    from aggcli.grid import predicted_gap
+
+    training = request.config.training
+    if request.command == "run":
+        say(f"mode: {request.modes[0]}")
+    if "constant" in request.modes:
+        divisor = next(run.objective.loss_aggregation_divisor for run in runs if run.mode == "constant")
+        say(f"constant divides by {divisor:g} tokens")
+    if training.match == "grad-norm":
+        rates = ", ".join(f"{run.mode}/{run.seed} {run.lr:.4g}" for run in runs)
+        say(f"learning rates, matched by the size of the first update: {rates}")
+    if training.n_samples_per_prompt == 1:
+        say("one rollout per prompt: every advantage is 0, so there is no signal; raise --n-samples-per-prompt")
+    if resumed_at is not None:
+        say(f"resuming {directory} at step {resumed_at}")
+    gap = predicted_gap(setup, request.modes, request.seeds[0])
+    say(
+        f"before training: accuracy {gap.start.accuracy:.3f}, response length {gap.start.response_length:.1f} tokens"
+        f" (standard deviation {gap.start.response_length_std:.1f}); weight on the longest quarter of responses: "
+        + ", ".join(f"{mode} {share:.2f}" for mode, share in gap.shares.items())
+    )
+    if gap.start.response_length_std == 0:
+        say("every response has the same length, so the modes cannot differ on this task")
+
+
+def _finish(
+    request: TrainingRequest,
+    setup: Setup,
+    runs: Sequence[RunSpec],
+    trainer: Trainer,
+    final: Sequence[Evaluation],
+    directory: Path,
+    status: _Status,
+) -> int:
+    from aggcli.analysis.comparison import final_summary
+    from aggcli.records import to_json, update_manifest
+    from aggcli.report.training_tables import training_table
+
+    if status.interrupted:
+        say(f"stopped at step {trainer.step}; go on with --resume --output {directory}")
+        return ExitCode.INTERRUPTED
+    by_run = {run.name: dataclasses.asdict(e) for run, e in zip(trainer.runs, final, strict=True)}
+    summary = final_summary([(run.name, run.mode, run.seed) for run in runs], by_run)
+    update_manifest(directory, final=summary)
+    if request.json:
+        print(to_json({"schema": 1, "results": str(directory), **summary, **_steps_json(request, directory)}))
+    else:
+        out().print(training_table(summary))
+    if request.command == "compare":
+        _draw(directory)
+    if status.silent_steps:
+        say(f"{status.silent_steps} steps of runs had only groups of equal rewards: they carry no signal and change nothing")
+    say(f"recorded in {directory}")
+    limit = TOLERANCE[request.config.dtype or "float64"]
+    if status.deviation > limit:
+        raise CheckFailed(f"a layout changed pg_loss by {status.deviation:.3g}, relative; layouts.jsonl tells which")
+    if status.diverged:
+        raise CheckFailed(f"{len(status.diverged)} of {len(runs)} runs diverged: {status.diverged[0]}")
+    return ExitCode.DONE
+
+
+def _steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
+    """For `run`: every optimizer step in the shape that replay prints."""
+    if request.command != "run":
+        return {}
+    from aggcli import records
+
+    layouts: dict[int, dict[str, Any]] = {}
+    for line in records.read_lines(directory / records.LAYOUTS):
+        layouts.setdefault(line["step"], {})[line["layout"]] = line
+    mode = request.modes[0]
+    return {
+        "steps": [
+            {"step": line["step"], "modes": {mode: {**line, "layouts": layouts[line["step"]]}}}
+            for line in records.read_lines(directory / records.METRICS)
+        ]
+    }
+
+
+def _draw(directory: Path) -> None:
+    """The learning curves of a comparison, beside its records."""
+    import os
+
+    os.environ["MPLBACKEND"] = "agg"
+    from aggcli.analysis.frames import read_frames
+    from aggcli.report.curves import learning_curves
+    from aggcli.report.style import context, save
+
+    folder = directory / "figures"
+    folder.mkdir(exist_ok=True)
+    with context():
+        save(learning_curves(read_frames([directory])), folder / "learning_curves.png")
+    say(f"figure: {folder / 'learning_curves.png'}")

@@ -1,0 +1,223 @@
+"""Many runs: modes x seeds as one stack, on this process or on the ranks of a world."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aggcli.config import RunConfig
+from aggcli.errors import SettingError
+from aggcli.layout.schedule import Layout
+from aggcli.layout.steps import layouts_of
+from aggcli.measurement.local import is_correct
+from aggcli.objective.aggregation import sample_weights, step_denominators
+from aggcli.policy.sampling import sample, uniforms
+from aggcli.policy.transformer import Parameters, PolicyConfig, shapes, stacked
+from aggcli.policy.warm_start import default_policy, load_policy, starting_policy
+from aggcli.tasks import Task, make_task
+from aggcli.training.forward import make_forward
+from aggcli.training.loop import Trainer
+from aggcli.training.report import Reporter
+from aggcli.training.rollout import Sampler
+from aggcli.training.rows import layout_in_force
+from aggcli.training.stack import RunSpec
+from aggcli.world import ALONE, World
+
+EVALUATION_STEP = 2**31 - 1
+"""The step whose prompts and noise evaluate a policy: no training step draws them."""
+EVALUATION_PROMPTS = 512
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a stack is trained with, made from the settings."""
+
+    config: RunConfig
+    task: Task
+    policy: PolicyConfig
+    initial: Parameters
+    response_limit: int
+    device: torch.device
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device to train on. Raises `SettingError` for one that is not there."""
+    name = config.training.device
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SettingError(f"--device {name}: must be cpu, cuda, cuda:<number> or auto") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingError(f"--device {name}: this machine has no CUDA device that torch can use; choose cpu or auto")
+    if device.type not in ("cpu", "cuda"):
+        raise SettingError(f"--device {name}: must be cpu, cuda, cuda:<number> or auto")
+    return device
+
+
+def set_up(config: RunConfig) -> Setup:
+    """Task, policy shape and warm start, on the device. Raises `SettingError`."""
+    training = config.training
+    device = device_of(config)
+    task = make_task(training.task, digits=training.task_digits)
+    limit = config.max_response_length or task.default_max_response_length
+    policy = dataclasses.replace(
+        default_policy(task, limit), layers=training.layers, width=training.width, heads=training.heads
+    )
+    initial = _initial(task, policy, training.warm_start)
+    dtype = DTYPES[config.dtype or "float32"]
+    parameters = {name: value.detach().to(device, dtype) for name, value in initial.items()}
+    return Setup(config, task, policy, parameters, limit, device)
+
+
+def _initial(task: Task, policy: PolicyConfig, path: str | None) -> Parameters:
+    """The warm start: the user's own file, or the task's."""
+    if path is None:
+        return starting_policy(task, policy)
+    parameters, _ = load_policy(Path(path))
+    for name, shape in shapes(policy).items():
+        if name not in parameters or parameters[name].shape != (1, *shape):
+            found = tuple(parameters[name].shape[1:]) if name in parameters else "missing"
+            raise SettingError(f"--warm-start {path}: parameter {name} is {found}, the policy has {shape}")
+    return parameters
+
+
+def runs_of(config: RunConfig, modes: Sequence[str], seeds: Sequence[int], response_limit: int) -> list[RunSpec]:
+    """One run for each mode and seed; `constant` divides by the response limit unless told otherwise."""
+    divisor = config.objective.loss_aggregation_divisor or float(response_limit)
+    found = []
+    for mode in modes:
+        objective = dataclasses.replace(
+            config.objective,
+            loss_aggregation=mode,
+            calculate_per_token_loss=mode == "token_mean",
+            loss_aggregation_divisor=divisor if mode == "constant" else None,
+        )
+        found += [RunSpec(f"{mode}/seed-{seed}", mode, seed, objective, config.training.lr) for seed in seeds]
+    return found
+
+
+def trainer_of(setup: Setup, runs: Sequence[RunSpec], world: World) -> Trainer:
+    """The trainer of a stack."""
+    config = setup.config
+    layout = layout_in_force(config.layout)
+    sampler = Sampler(setup.task, setup.policy, config, setup.response_limit, world)
+    forward = make_forward(setup.policy, setup.task.prompt_length, config, layout.cp, world)
+    reporter = Reporter(config, recorded_layouts(config, layout), setup.response_limit)
+    return Trainer(runs, setup.initial, config, sampler, forward, layout, reporter, world)
+
+
+def recorded_layouts(config: RunConfig, in_force: Layout) -> tuple[Layout, ...]:
+    """The layouts that steps are recorded under: the one in force, and the others unless they are switched off."""
+    if not config.training.layout_records:
+        return (in_force,)
+    return tuple(layouts_of(config.layout, has_recorded=False))
+
+
+# -- before and after -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A policy on fresh prompts, one rollout each: accuracy, and mean response lengths in tokens (None where there is no
+    such rollout)."""
+
+    accuracy: float
+    response_length: float
+    correct_response_length: float | None
+    incorrect_response_length: float | None
+    response_length_std: float
+
+
+def evaluate(setup: Setup, parameters: Parameters, seeds: Sequence[int], prompts: int = EVALUATION_PROMPTS) -> list[Evaluation]:
+    """Evaluate every run of stacked parameters on `prompts` fresh prompts of its seed."""
+    distinct = list(dict.fromkeys(seeds))
+    row_R = torch.tensor([distinct.index(seed) for seed in seeds])
+    drawn = [setup.task.prompts(seed, EVALUATION_STEP, prompts) for seed in distinct]
+    prompts_RGP = torch.stack([one.tokens_SP for one in drawn])[row_R].to(setup.device)
+    noise = [uniforms(seed, EVALUATION_STEP, 0, prompts, setup.response_limit) for seed in distinct]
+    sampled = sample(
+        parameters,
+        setup.policy,
+        prompts_RGP,
+        torch.stack(noise)[row_R].to(setup.device),
+        end_id=setup.task.end_id,
+        pad_id=setup.task.pad_id,
+        temperature=setup.config.training.temperature,
+    )
+    answer_RG = torch.stack([one.answer_S for one in drawn])[row_R]
+    length_RB = sampled.length_RB.cpu()
+    reward_RB, _ = setup.task.verify(answer_RG, sampled.tokens_RBL.cpu(), length_RB)
+    correct_RB = is_correct(reward_RB, setup.config.correct_threshold)
+    return [_evaluation(correct_B, length_B.double()) for correct_B, length_B in zip(correct_RB, length_RB, strict=True)]
+
+
+def _evaluation(correct_B: Tensor, length_B: Tensor) -> Evaluation:
+    def mean(chosen_B: Tensor) -> float | None:
+        return float(length_B[chosen_B].mean()) if chosen_B.any() else None
+
+    return Evaluation(
+        float(correct_B.double().mean()),
+        float(length_B.mean()),
+        mean(correct_B),
+        mean(~correct_B),
+        float(length_B.std()) if length_B.numel() > 1 else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What the modes would do to the first rollouts: `start` is the policy before training; `shares`: mode -> share of the
+    total weight on the longest quarter of the responses (0.25 where every response weighs the same)."""
+
+    start: Evaluation
+    shares: dict[str, float]
+
+
+def predicted_gap(setup: Setup, modes: Sequence[str], seed: int) -> Gap:
+    """How far apart the modes are before training, on the first rollout step of one seed."""
+    (start,) = evaluate(setup, stacked(setup.initial, 1), [seed])
+    runs = runs_of(setup.config, modes, [seed], setup.response_limit)
+    sampler = Sampler(setup.task, setup.policy, setup.config, setup.response_limit, ALONE)
+    batch = sampler.step(runs[:1], stacked(setup.initial, 1), 0).batch
+    if not batch.num_samples:
+        return Gap(start, {})
+    counts = step_denominators(batch, prompt_sums=True)
+    longest_S = batch.response_length_S.argsort(descending=True, stable=True)[: max(batch.num_samples // 4, 1)]
+    shares = {}
+    for run in runs:
+        objective = run.objective
+        weight_S = (
+            sample_weights(
+                run.mode,
+                counts,
+                divisor=objective.loss_aggregation_divisor,
+                prompt_mean_scale=objective.prompt_mean_scale,
+            )
+            * batch.mask_sum_S()
+        )
+        shares[run.mode] = float(weight_S[longest_S].sum() / weight_S.sum())
+    return Gap(start, shares)
+
+
+def matched_rates(setup: Setup, runs: Sequence[RunSpec], world: World) -> list[RunSpec]:
+    """The runs with learning rates scaled so that each mode's first update is as large as the first mode's of that seed.
+
+    The size of an update is the 2-norm of the change of the parameters in a trial step on the first rollouts.
+    """
+    trial = trainer_of(setup, runs, world)
+    before = trial.weights.flat_RP.clone()
+    next(trial.steps())
+    size_R = torch.linalg.vector_norm((trial.weights.flat_RP - before).double(), dim=1).tolist()
+    base = {run.seed: size for run, size in reversed(list(zip(runs, size_R, strict=True)))}
+    return [
+        dataclasses.replace(run, lr=run.lr * base[run.seed] / size) if size else run
+        for run, size in zip(runs, size_R, strict=True)
+    ]

@@ -1,0 +1,95 @@
+"""TRL and ms-swift as shipped, as facts. Source: their code at the commits named; see `Preset.evidence`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from aggcli.objective.presets.facts import Denominator as By
+from aggcli.objective.presets.facts import Evidence, Preset
+
+_ROWS_OF_MB = By("samples", "micro-batch")
+_TRL_VERSION = "1.16.0; f2cd5771 (2026-07-24)"
+_Row = tuple[str, Evidence, str, tuple[By, ...], str, tuple[str, ...]]
+"""(mode, evidence, formula, denominators, nearest mode here, traps)."""
+
+_TRL_MODES: tuple[_Row, ...] = (
+    (
+        "grpo",
+        "executed",
+        "1/GA sum_mb mean_rows( sum l_t / max(n_i, 1) )",
+        (_ROWS_OF_MB, By("tokens of the sample", floor=1)),
+        "sample_mean",
+        ("a fully masked row stays in the mean over rows",),
+    ),
+    (
+        "bnpo",
+        "executed",
+        "1/GA sum_mb [ sum l_t / max(T_mb, 1) ]",
+        (By("tokens", "micro-batch", floor=1),),
+        "token_mean",
+        ("with one row per device it is loss_type=grpo",),
+    ),
+    (
+        "dr_grpo",
+        "executed",
+        "1/GA sum_mb sum l_t / (rows_mb * max_completion_length)",
+        (_ROWS_OF_MB, By("divisor")),
+        "constant",
+        ("a fully masked row stays in rows_mb",),
+    ),
+    (
+        "dapo",
+        "executed",
+        "sum_t l_t / T, T over the optimizer step",
+        (By("tokens", floor=1),),
+        "token_mean",
+        ("'dapo' is the global token mean here, not DAPO's printed prompt mean",),
+    ),
+    (
+        "luspo",
+        "code",
+        "1/GA sum_mb mean_rows( l_seq * n_i )",
+        (_ROWS_OF_MB,),
+        "constant",
+        ("needs importance_sampling_level=sequence: one loss per row, times its length", "constant with L = 1"),
+    ),
+)
+_TRL = tuple(
+    Preset(
+        f"trl:{name}",
+        f"loss_type={name}",
+        _TRL_VERSION,
+        evidence,
+        formula,
+        counts,
+        micro_batches="sum" if name == "dapo" else "mean",
+        ranks="sum" if name == "dapo" else "mean",
+        layouts="any" if name == "dapo" else "equal micro-batches",
+        divisor_is="max_completion_length" if name == "dr_grpo" else "",
+        context_parallel="unverified",
+        mode=mode,
+        is_default=name == "dapo",
+        traps=traps,
+    )
+    for name, evidence, formula, counts, mode, traps in _TRL_MODES
+)
+_SWIFT = tuple(
+    dataclasses.replace(
+        preset,
+        name=preset.name.replace("trl", "ms-swift"),
+        version="3602360a (2026-08-22)",
+        evidence="code",
+        formula="sum_t l_t / (T * GA)" if preset.is_default else preset.formula,
+        divides_by_accumulation_again=preset.is_default,
+        is_default=preset.name == "trl:grpo",
+        layouts="equal micro-batches",
+        traps=("overlong_filter masks after T was counted: filtered tokens stay in T", "issue #10117 (open)")
+        if preset.is_default
+        else preset.traps,
+        unverified="the Megatron backend looks under-scaled the same way (derived, not run)",
+    )
+    for preset in _TRL
+    if preset.name != "trl:luspo"
+)
+
+TRL_SWIFT = (*_TRL, *_SWIFT)

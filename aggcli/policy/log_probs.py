@@ -1,0 +1,94 @@
+"""Log-probabilities of responses: the forward pass that training differentiates.
+
+Axis letters: R runs, B rows, L positions of prompt and response, C response positions (columns), G distinct prompts,
+P prompt positions, T flat tokens, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aggcli.policy.kernels import PackedAttention, call
+from aggcli.policy.packing import Packing, pack
+from aggcli.policy.transformer import Parameters, PolicyConfig, body, check_length, embedded, hidden
+
+
+def response_log_probs(
+    parameters: Parameters,
+    config: PolicyConfig,
+    tokens_RBL: Tensor,
+    prompt_length: int | Tensor,
+    length_RB: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each response token, and the entropy of the distribution it came from, [R, B, C], in nats.
+
+    Rows are prompt then response, right-padded: `prompt_length` tokens of prompt (one number, or one a row [R, B]), then
+    `length_RB` tokens of response (default: up to the end of the row). Column c belongs to response token c; columns past
+    a row's response are 0. C is the longest response, L minus the shortest prompt where lengths are not given.
+
+    With one prompt length and with `length_RB`, padding costs nothing and prompts that rows share are read once. The
+    vocabulary projection is computed only where a response token is predicted.
+    """
+    check_length(config, tokens_RBL.shape[-1])
+    if isinstance(prompt_length, int) and length_RB is not None:
+        return packed_log_probs(
+            parameters, config, pack(tokens_RBL, prompt_length, length_RB), temperature=temperature, entropy=entropy
+        )
+    R, B, L = tokens_RBL.shape
+    prompt_RB = torch.as_tensor(prompt_length, device=tokens_RBL.device).expand(R, B)
+    length_RB = L - prompt_RB if length_RB is None else length_RB
+    column_C = torch.arange(int(length_RB.max()), device=tokens_RBL.device)
+    valid_RBC = column_C < length_RB[:, :, None]
+    place_RBC = (prompt_RB[:, :, None] + column_C).clamp(max=L - 1)
+    hidden_RBLD = hidden(parameters, config, tokens_RBL)
+    index = (place_RBC - 1)[..., None].expand(-1, -1, -1, config.width)
+    log_prob, spread = log_probs_of(
+        parameters, hidden_RBLD.gather(2, index), tokens_RBL.gather(2, place_RBC), temperature=temperature, entropy=entropy
+    )
+    return _where(valid_RBC, log_prob), None if spread is None else _where(valid_RBC, spread)
+
+
+def log_probs_of(
+    parameters: Parameters, hidden: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of `targets` [R, ...] after the hidden states [R, ..., D], and the entropy there, both [R, ...]."""
+    log_probs_RVT = _log_softmax(parameters, hidden.flatten(1, -2), temperature)
+    log_prob_RT = log_probs_RVT.gather(1, targets.flatten(1).unsqueeze(1)).squeeze(1)
+    return log_prob_RT.view(targets.shape), _entropy(log_probs_RVT).view(targets.shape) if entropy else None
+
+
+def packed_log_probs(
+    parameters: Parameters, config: PolicyConfig, packing: Packing, *, temperature: float = 1.0, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """`response_log_probs` of rows that `pack` has laid out; several passes over the same rows can share a packing."""
+    x_RTD = embedded(parameters, packing.tokens_RT, packing.positions_RT)
+    last_RTD = body(parameters, config, x_RTD, lambda _, qkv_RTX: call(PackedAttention, qkv_RTX, packing, config.heads))
+    G, P = packing.prompts, packing.prompt_length
+    prompt_RTD, response_RTD = last_RTD.split([G * P, last_RTD.shape[1] - G * P], 1)
+    prompt_RGD = prompt_RTD.unflatten(1, (G, P))[:, :, -1]
+    log_probs_RVT = _log_softmax(parameters, torch.cat([prompt_RGD, response_RTD], 1), temperature)
+    shape, at_RBC, places = packing.target_RBC.shape, packing.predicted_at_RBC, log_probs_RVT.shape[-1]
+    index_RN = (packing.target_RBC * places + at_RBC).flatten(1)
+    log_prob_RBC = log_probs_RVT.flatten(1).gather(1, index_RN).view(shape)
+    if not entropy:
+        return _where(packing.valid_RBC, log_prob_RBC), None
+    entropy_RBC = _entropy(log_probs_RVT).gather(1, at_RBC.flatten(1)).view(shape)
+    return _where(packing.valid_RBC, log_prob_RBC), _where(packing.valid_RBC, entropy_RBC)
+
+
+def _log_softmax(parameters: Parameters, hidden_RTD: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities [R, V, T]: with tokens innermost, sums over a small vocabulary run at full vector width."""
+    logits_RVT = torch.bmm(parameters["head"].mT, hidden_RTD.mT)
+    return torch.log_softmax(logits_RVT if temperature == 1.0 else logits_RVT / temperature, 1)
+
+
+def _entropy(log_probs_RVT: Tensor) -> Tensor:
+    return -(log_probs_RVT.exp() * log_probs_RVT).sum(1)
+
+
+def _where(valid: Tensor, value: Tensor) -> Tensor:
+    return torch.where(valid, value, 0.0)

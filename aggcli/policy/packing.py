@@ -1,0 +1,123 @@
+"""Rows without their padding: how prompts and responses of a stack are laid out for one forward pass.
+
+The linear layers of a transformer do not care which row a token stands in, so a pass works on one flat list of tokens a run:
+
+    [ each distinct prompt once | rows of bin 0 | rows of bin 1 | ... ]
+
+A bin holds the rows of similar response length, padded to its longest; only attention looks at bins. Prompts shared by the
+rows of a group are read once. The last token of a response is never read, since nothing is predicted from it.
+
+Axis letters: R runs, B rows, G distinct prompts, P prompt positions, L positions of prompt and response, C response
+positions (columns), T tokens of the flat list, b rows of one bin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BIN_COST = 60
+"""What one more bin costs, counted in tokens a run: cuts are worth making where they save more padding than this."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bin:
+    """`rows` rows of each run of `length` read tokens each; `prompt_Rb` is the distinct prompt of each row, and
+    `prompt_N` the same counted through the whole stack, flat."""
+
+    rows: int
+    length: int
+    prompt_N: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """`tokens_RT` and `positions_RT` are the flat list; `prompts` distinct prompts of `prompt_length` come first.
+
+    Response column c of row b is predicted at place `predicted_at_RBC[r, b, c]` of the *predicting places* (the last
+    position of each prompt, then all response places); `target_RBC` is the token there; both are 0 outside `valid_RBC`.
+    """
+
+    tokens_RT: Tensor
+    positions_RT: Tensor
+    prompts: int
+    prompt_length: int
+    bins: tuple[Bin, ...]
+    predicted_at_RBC: Tensor
+    target_RBC: Tensor
+    valid_RBC: Tensor
+
+
+def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor) -> Packing:
+    """Lay out right-padded rows of prompt (always `prompt_length` tokens) and response (`length_RB` tokens).
+
+    The arithmetic is done on the host; only the results go to the device of `tokens_RBL`.
+    """
+    tokens = tokens_RBL.cpu().numpy()
+    length = length_RB.cpu().numpy()
+    R, B, L = tokens.shape
+    prompts_RGP, prompt_RB = _distinct_prompts(tokens[:, :, :prompt_length])
+    G = prompts_RGP.shape[1]
+    read_RB = np.maximum(length - 1, 0)
+    order_RB = read_RB.argsort(-1, kind="stable")
+    sorted_RB = np.take_along_axis(read_RB, order_RB, -1)
+    C = max(int(length.max(initial=0)), 1)
+    flat_R1 = np.arange(R)[:, None]
+    parts, places, bins = [prompts_RGP.reshape(R, -1)], [np.tile(np.arange(prompt_length), (R, G))], []
+    at_RBC = np.zeros((R, B, C), np.int64)
+    at_RBC[:, :, 0] = prompt_RB
+    filled = G
+    for start, end in _cuts(sorted_RB.max(0)):
+        rows_Rb = order_RB[:, start:end]
+        width, count = int(sorted_RB[:, end - 1].max()), end - start
+        place = np.arange(width)
+        column = np.minimum(prompt_length + place, L - 1)
+        parts.append(tokens[flat_R1[:, :, None], rows_Rb[:, :, None], column].reshape(R, -1))
+        places.append(np.tile(prompt_length + place, (R, count)))
+        at_RBC[flat_R1, rows_Rb, 1 : width + 1] = filled + np.arange(count * width).reshape(count, width)
+        bins.append(Bin(count, width, _to((prompt_RB[flat_R1, rows_Rb] + flat_R1 * G).ravel(), tokens_RBL)))
+        filled += count * width
+    valid_RBC = np.arange(C) < length[:, :, None]
+    target_RBC = np.where(valid_RBC, tokens[:, :, prompt_length : prompt_length + C], 0)
+    return Packing(
+        tokens_RT=_to(np.concatenate(parts, 1), tokens_RBL),
+        positions_RT=_to(np.concatenate(places, 1), tokens_RBL),
+        prompts=G,
+        prompt_length=prompt_length,
+        bins=tuple(bins),
+        predicted_at_RBC=_to(np.where(valid_RBC, at_RBC, 0), tokens_RBL),
+        target_RBC=_to(target_RBC, tokens_RBL),
+        valid_RBC=_to(valid_RBC, tokens_RBL),
+    )
+
+
+def _to(array: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
+
+
+def _distinct_prompts(prompt_RBP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct prompts of each run, padded to the run that has most by repeating its first, and each row's."""
+    found = [np.unique(prompt_BP, axis=0, return_inverse=True) for prompt_BP in prompt_RBP]
+    most = max(len(prompts) for prompts, _ in found)
+    prompts_RGP = np.stack([np.concatenate([prompts, prompts[:1].repeat(most - len(prompts), 0)]) for prompts, _ in found])
+    return prompts_RGP, np.stack([inverse.reshape(-1) for _, inverse in found])
+
+
+def _cuts(longest_B: np.ndarray) -> list[tuple[int, int]]:
+    """Where to cut rows, sorted by `longest_B`, into bins: least padded tokens plus `BIN_COST` a bin. No bin for 0 tokens."""
+    value, first = np.unique(longest_B, return_index=True)
+    ends = [*first[1:].tolist(), len(longest_B)]
+    starts = [start for start, length in zip(first.tolist(), value.tolist(), strict=True) if length]
+    ends, lengths = ends[len(ends) - len(starts) :], [length for length in value.tolist() if length]
+    best: list[tuple[float, int]] = [(0.0, 0)]  # (cost of the rows of the first j lengths, first length of their last bin)
+    for j in range(len(starts)):
+        best.append(min((best[i][0] + (ends[j] - starts[i]) * lengths[j] + BIN_COST, i) for i in range(j + 1)))
+    cuts, j = [], len(starts)
+    while j:
+        i = best[j][1]
+        cuts.append((starts[i], ends[j - 1]))
+        j = i
+    return cuts[::-1]

@@ -1,0 +1,202 @@
+"""A small causal transformer with a leading run axis: R independent parameter sets, one batched forward.
+
+Pre-norm blocks, learned positions, ReLU. The norms have no gain of their own: each is followed by a matrix that can hold it.
+Every matrix product is one batched product over [R, tokens, width] x [R, width, width'], and every layout of the tokens
+(padded rows, packed rows, one token of decoding, a context-parallel shard) is only another `attend`.
+
+Axis letters: R runs, B padded rows, L positions, T tokens flat, V vocabulary, D width, H heads, X = 3 * D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from aggcli.errors import SettingError
+from aggcli.policy.kernels import MLP, NORM_EPSILON, RMSNorm, call
+
+Parameters = dict[str, Tensor]
+"""Names to tensors, each with a leading run axis [R, ...]."""
+
+Attend = Callable[[int, Tensor], Tensor]
+"""Attention of one layer: (layer, queries, keys and values [R, T, 3 * D]) -> [R, T, D]."""
+
+Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(keys [R, B, H, L, D/H], values, positions [R, B, L]) of this rank -> the same three of the whole sequence."""
+
+MLP_RATIO = 4
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """The shape of a policy, fixed for all runs of a stack."""
+
+    vocabulary_size: int
+    max_length: int
+    """Most tokens of prompt and response together."""
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary_size", "max_length", "layers", "width", "heads"):
+            if getattr(self, name) < 1:
+                raise SettingError(f"policy {name} {getattr(self, name)}: must be at least 1")
+        if self.width % self.heads:
+            raise SettingError(f"policy width {self.width}: must be a multiple of its {self.heads} heads")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+def shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter, without the run axis."""
+    width, hidden = config.width, MLP_RATIO * config.width
+    found = {"embedding": (config.vocabulary_size, width), "position": (config.max_length, width)}
+    for layer in range(config.layers):
+        found |= {
+            f"layers.{layer}.qkv": (width, 3 * width),
+            f"layers.{layer}.attention_out": (width, width),
+            f"layers.{layer}.mlp_in": (width, hidden),
+            f"layers.{layer}.mlp_out": (hidden, width),
+        }
+    return found | {"head": (width, config.vocabulary_size)}
+
+
+def initial_parameters(
+    config: PolicyConfig, generator: Generator, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Parameters:
+    """Random parameters of one run (R = 1): Gaussian, of variance 1 / inputs, smaller for embeddings and where a block ends.
+
+    `generator` is a CPU generator. The numbers are drawn in float32 whatever `dtype` is, so that every precision and
+    device starts at the same point.
+    """
+    parameters = {}
+    for name, shape in shapes(config).items():
+        scale = 0.3 if name in ("embedding", "position") else shape[0] ** -0.5
+        if name.endswith("_out"):
+            scale *= (2 * config.layers) ** -0.5
+        parameters[name] = (torch.randn((1, *shape), generator=generator) * scale).to(device, dtype)
+    return parameters
+
+
+def stacked(parameters: Parameters, runs: int) -> Parameters:
+    """`runs` copies of the parameters of one run, each of its own: [1, ...] -> [runs, ...], contiguous."""
+    return {name: value.repeat(runs, *[1] * (value.dim() - 1)) for name, value in parameters.items()}
+
+
+def run_of(parameters: Parameters, run: int | slice) -> Parameters:
+    """The parameters of one run or of a slice of runs, as views, keeping the run axis."""
+    chosen = run if isinstance(run, slice) else slice(run, run + 1)
+    return {name: value[chosen] for name, value in parameters.items()}
+
+
+def hidden(
+    parameters: Parameters,
+    config: PolicyConfig,
+    tokens_RBL: Tensor,
+    positions: Tensor | None = None,
+    gather: Gather | None = None,
+) -> Tensor:
+    """The final hidden states [R, B, L, D] of right-padded rows, causal.
+
+    `positions` ([L] or [R, B, L], default 0, 1, 2, ...) tell where in its sequence each token stands, so that a rank can
+    hold any shard of it; `gather` then turns this rank's keys, values and positions into those of the whole sequence. A
+    token sees every key whose position is at most its own: padding must stand after every real token, at
+    `config.max_length` or more. Without `gather` rows must be whole and in order.
+    """
+    R, B, L = tokens_RBL.shape
+    if positions is None:
+        check_length(config, L)
+        positions = torch.arange(L, device=tokens_RBL.device)
+    positions_RBL = positions.expand(R, B, L)
+    attend = attend_rows(config, B) if gather is None else _attend_gathered(config, positions_RBL, gather)
+    x_RTD = embedded(parameters, tokens_RBL.reshape(R, B * L), positions_RBL.reshape(R, B * L))
+    return body(parameters, config, x_RTD, attend).view(R, B, L, config.width)
+
+
+def logits(parameters: Parameters, config: PolicyConfig, tokens_RBL: Tensor) -> Tensor:
+    """Next-token logits [R, B, L, V] of right-padded rows, causal."""
+    return project(parameters, hidden(parameters, config, tokens_RBL))
+
+
+def project(parameters: Parameters, hidden: Tensor) -> Tensor:
+    """Hidden states [R, ..., D] -> logits [R, ..., V]."""
+    R, D, V = parameters["head"].shape
+    return torch.bmm(hidden.reshape(R, -1, D), parameters["head"]).view(*hidden.shape[:-1], V)
+
+
+def embedded(parameters: Parameters, tokens_RT: Tensor, positions_RT: Tensor) -> Tensor:
+    """Token plus position embeddings [R, T, D]; positions past the table (padding) take its last row."""
+    R, V, D = parameters["embedding"].shape
+    N = parameters["position"].shape[1]
+    run_R1 = torch.arange(R, device=tokens_RT.device)[:, None]
+    token_RTD = F.embedding(tokens_RT + run_R1 * V, parameters["embedding"].view(R * V, D))
+    place_RTD = F.embedding(positions_RT.clamp(max=N - 1) + run_R1 * N, parameters["position"].view(R * N, D))
+    return token_RTD + place_RTD
+
+
+def body(parameters: Parameters, config: PolicyConfig, x_RTD: Tensor, attend: Attend) -> Tensor:
+    """All blocks and the final norm: embeddings [R, T, D] -> hidden states [R, T, D]."""
+    for layer in range(config.layers):
+        x_RTD = block(parameters, layer, x_RTD, attend)
+    return norm(x_RTD)
+
+
+def block(parameters: Parameters, layer: int, x_RTD: Tensor, attend: Attend) -> Tensor:
+    """One block; each residual sum is part of a matrix product."""
+    weight = {name: parameters[f"layers.{layer}.{name}"] for name in ("qkv", "attention_out", "mlp_in", "mlp_out")}
+    qkv_RTX = torch.bmm(norm(x_RTD), weight["qkv"])
+    x_RTD = torch.baddbmm(x_RTD, attend(layer, qkv_RTX), weight["attention_out"])
+    if torch.is_grad_enabled():
+        return call(MLP, x_RTD, norm(x_RTD), weight["mlp_in"], weight["mlp_out"])
+    return torch.baddbmm(x_RTD, torch.bmm(norm(x_RTD), weight["mlp_in"]).relu_(), weight["mlp_out"])
+
+
+def norm(x: Tensor) -> Tensor:
+    """`x / sqrt(mean(x^2))` over the width, without a gain: the matrix that follows can hold it."""
+    return call(RMSNorm, x) if torch.is_grad_enabled() else F.rms_norm(x, x.shape[-1:], eps=NORM_EPSILON)
+
+
+def attend_rows(config: PolicyConfig, rows: int) -> Attend:
+    """Causal attention within each of `rows` whole rows of equal (padded) length a run."""
+
+    def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
+        R, T, _ = qkv_RTX.shape
+        query, key, value = heads(config, qkv_RTX.reshape(R * rows, T // rows, -1))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return mixed.transpose(1, 2).reshape(R, T, config.width)
+
+    return attend
+
+
+def heads(config: PolicyConfig, qkv_BLX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, each [B, H, L, D/H], as views."""
+    B, L, _ = qkv_BLX.shape
+    query, key, value = qkv_BLX.view(B, L, 3, config.heads, config.head_width).permute(2, 0, 3, 1, 4).unbind(0)
+    return query, key, value
+
+
+def _attend_gathered(config: PolicyConfig, positions_RBL: Tensor, gather: Gather) -> Attend:
+    def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
+        R, B, L = positions_RBL.shape
+        query, key, value = heads(config, qkv_RTX.view(R * B, L, -1))
+        split = (R, B, *key.shape[1:])
+        key, value, key_positions = gather(key.reshape(split), value.reshape(split), positions_RBL)
+        seen = key_positions[:, :, None, :] <= positions_RBL[:, :, :, None]
+        mixed = F.scaled_dot_product_attention(
+            query, key.flatten(0, 1), value.flatten(0, 1), attn_mask=seen.flatten(0, 1)[:, None]
+        )
+        return mixed.transpose(1, 2).reshape(R, B * L, config.width)
+
+    return attend
+
+
+def check_length(config: PolicyConfig, length: int) -> None:
+    if length > config.max_length:
+        raise SettingError(f"rows of {length} tokens: the policy holds at most {config.max_length}; raise its max_length")

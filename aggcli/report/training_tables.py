@@ -1,0 +1,60 @@
+"""The table of a trained comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from aggcli.analysis.comparison import FIGURES
+
+_HEADS = {
+    "accuracy": "accuracy ↑",
+    "response_length": "length",
+    "correct/response_length": "length, correct",
+    "incorrect/response_length": "length, wrong",
+}
+
+
+def training_table(summary: Mapping[str, Any]) -> Table:
+    """Final figures of each mode as mean and 95 % interval over seeds, and the paired difference to the baseline."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column(Text("after training"))
+    for name in FIGURES.values():
+        table.add_column(Text(_HEADS[name]), justify="right", overflow="fold")
+    for mode, figures in summary["modes"].items():
+        table.add_row(mode, *(_interval(figures[name]) for name in FIGURES.values()))
+        if mode != summary["baseline"]:
+            cells = [_difference(figures[name]) for name in FIGURES.values()]
+            table.add_row(f"  minus {summary['baseline']}", *cells)
+    table.caption = _caption(summary)
+    table.caption_justify = "left"
+    return table
+
+
+def _caption(summary: Mapping[str, Any]) -> str:
+    counts = {figures["accuracy"]["n"] for figures in summary["modes"].values() if figures["accuracy"]}
+    several = "mean [95 % Student-t interval over seeds], differences paired by seed"
+    seeds = "one seed: no interval" if counts == {1} else several
+    missing = f"; without {', '.join(summary['missing'])}" if summary["missing"] else ""
+    return f"on fresh prompts, lengths in tokens; {seeds}{missing}"
+
+
+def _interval(figure: Mapping[str, Any] | None) -> str:
+    if figure is None:
+        return ""
+    if figure["low"] is None:
+        return f"{figure['mean']:.4g}"
+    return f"{figure['mean']:.4g}\n[{figure['low']:.4g}, {figure['high']:.4g}]"
+
+
+def _difference(figure: Mapping[str, Any] | None) -> str:
+    difference = figure and figure.get("difference")
+    if not difference:
+        return ""
+    if difference["low"] is None:
+        return f"{difference['mean']:+.3g}"
+    return f"{difference['mean']:+.3g}\n[{difference['low']:+.3g}, {difference['high']:+.3g}]"

@@ -1,0 +1,27 @@
+"""Checkable tasks, by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from aggcli.errors import SettingError, nearest
+from aggcli.tasks.control import Control
+from aggcli.tasks.protocol import Prompts, Task
+from aggcli.tasks.running_sum import RunningSum
+
+__all__ = ["TASKS", "Prompts", "Task", "make_task"]
+
+TASKS: dict[str, Callable[..., Task]] = {"running-sum": RunningSum, "control": Control}
+"""Every task in the box; call one with its settings."""
+
+
+def make_task(name: str, **settings: object) -> Task:
+    """The task called `name`; raises `SettingError` for a name or a setting that does not exist."""
+    if name not in TASKS:
+        raise SettingError(f"unknown task '{name}'{nearest(name, TASKS)}")
+    known = inspect.signature(TASKS[name]).parameters
+    for setting in settings:
+        if setting not in known:
+            raise SettingError(f"task {name} has no setting '{setting}'{nearest(setting, known)}")
+    return TASKS[name](**settings)

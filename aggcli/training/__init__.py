@@ -1,0 +1,1 @@
+"""Training: the loop on one page, one step, and checkpoints."""

@@ -1,0 +1,50 @@
+"""Checkpoints: everything a stack needs to go on bit for bit; written beside and renamed, so there is always a whole one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from aggcli.errors import RecordError
+
+CHECKPOINT = "checkpoint.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """`step`: rollout steps done; `optimizer_step`: optimizer steps done; `runs`: names of the runs still training."""
+
+    step: int
+    optimizer_step: int
+    runs: list[str]
+    tensors: dict[str, Tensor]
+
+
+def save(directory: Path, checkpoint: Checkpoint) -> None:
+    """Write the checkpoint of a stack; the previous one stays whole until the new one is."""
+    from safetensors.torch import save_file
+
+    facts = {"step": checkpoint.step, "optimizer_step": checkpoint.optimizer_step, "runs": checkpoint.runs}
+    draft = directory / (CHECKPOINT + ".tmp")
+    tensors = {name: value.contiguous().cpu() for name, value in checkpoint.tensors.items()}
+    save_file(tensors, draft, metadata={"aggcli": json.dumps(facts)})
+    draft.replace(directory / CHECKPOINT)
+
+
+def load(directory: Path) -> Checkpoint | None:
+    """The checkpoint of a results directory, or None where none was written yet. Raises `RecordError` for a damaged one."""
+    from safetensors import SafetensorError, safe_open
+
+    path = directory / CHECKPOINT
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            facts = json.loads(file.metadata()["aggcli"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"{path}: cannot be read ({error}); remove it to start from the first step") from error
+    return Checkpoint(facts["step"], facts["optimizer_step"], facts["runs"], tensors)

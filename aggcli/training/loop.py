@@ -1,0 +1,193 @@
+"""The training loop of a stack of runs. `Trainer.steps` is the sentence; the rest are its words."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aggcli.config import RunConfig
+from aggcli.layout.schedule import Layout
+from aggcli.measurement.reduce import Values
+from aggcli.policy.transformer import Parameters, stacked
+from aggcli.rollouts.batch import RolloutBatch
+from aggcli.training.checkpoint import Checkpoint
+from aggcli.training.report import Reporter, RunReport
+from aggcli.training.rollout import Rollouts, Sampler
+from aggcli.training.rows import optimizer_step_positions, rows_of_rank
+from aggcli.training.stack import Optimizer, RunSpec, weights_of
+from aggcli.training.step import Forward, Gradient, StepTokens, all_log_probs, step_gradient, step_tokens
+from aggcli.world import World
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """A run whose numbers stopped being finite: it trains no further, and the others go on."""
+
+    run: RunSpec
+    step: int
+    what: str
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """One rollout step of the stack: a list of run reports for each optimizer step in it, and what happened to runs."""
+
+    step: int
+    optimizer_steps: list[tuple[int, list[RunReport]]]
+    diverged: list[Diverged]
+    seconds: float
+    tokens: int
+
+
+class Trainer:
+    """Trains a stack. Every rank of the world holds the same parameters and takes the same steps."""
+
+    def __init__(
+        self,
+        runs: Sequence[RunSpec],
+        initial: Parameters,
+        config: RunConfig,
+        sampler: Sampler,
+        forward: Forward,
+        layout: Layout,
+        reporter: Reporter,
+        world: World,
+    ) -> None:
+        self.runs, self.config, self.world = list(runs), config, world
+        self.sampler, self.forward, self.layout, self.reporter = sampler, forward, layout, reporter
+        self.reference = {name: value.detach().clone() for name, value in initial.items()}
+        self.weights = weights_of(stacked(initial, len(runs)))
+        self.optimizer = Optimizer(self.weights.flat_RP, [run.lr for run in runs], config.training)
+        self.step, self.optimizer_step = 0, 0
+        self.broken: dict[str, str] = {}
+
+    def steps(self) -> Iterator[TrainedStep]:
+        """Train to the end, one rollout step at a time."""
+        while self.step < self.config.training.steps and self.runs:
+            began = time.perf_counter()
+            diverged = self._drop_diverged()
+            rollouts = self.sampler.step(self.runs, self.weights.parameters, self.step) if self.runs else None
+            done = [] if rollouts is None else list(self._optimizer_steps(rollouts))
+            self.step += 1
+            tokens = 0 if rollouts is None else int(rollouts.batch.response_length_S.sum())
+            yield TrainedStep(self.step - 1, done, diverged, time.perf_counter() - began, tokens)
+
+    def _optimizer_steps(self, rollouts: Rollouts) -> Iterator[tuple[int, list[RunReport]]]:
+        """Every optimizer step of a rollout batch: its parts, as often as --num-iterations says."""
+        parts = optimizer_step_positions(rollouts.batch, len(self.runs), self.config.layout.global_batch_size)
+        several = len(parts) * self.config.training.num_iterations > 1
+        old_T = self._log_probs(self.weights.parameters, rollouts) if several else None
+        reference_T = self._log_probs(self._reference_stack(), rollouts) if self._uses_reference() else None
+        for _ in range(self.config.training.num_iterations):
+            for positions in parts:
+                step = rollouts.batch.select(positions)
+                given = dataclasses.replace(
+                    step_tokens(step, self.runs, torch.float64),
+                    old_log_probs_T=_at(rollouts.batch, positions, old_T),
+                    ref_log_probs_T=_at(rollouts.batch, positions, reference_T),
+                )
+                yield self.optimizer_step, self._update(step, rollouts.tokens_SL[positions], given, rollouts)
+                self.optimizer_step += 1
+
+    def _update(self, step: RolloutBatch, tokens_SL: Tensor, given: StepTokens, rollouts: Rollouts) -> list[RunReport]:
+        """Gradient, update and report of one optimizer step. A run without a masked-in token, or whose gradient is not
+        finite, does not step."""
+        rows = rows_of_rank(step, len(self.runs), self.layout, self.world)
+        objective = self.config.objective
+        found = step_gradient(
+            self.forward, self.weights.parameters, rows, step, tokens_SL, _as(given, self._dtype), objective, self.world
+        )
+        stepping_R = self._stepping(step, found)
+        norm_R = self.optimizer.step(self.weights.flat_RP, found.gradient_RP, stepping_R.to(found.gradient_RP.device))
+        self.weights.refresh()
+        if not self.world.is_root:
+            return []
+        reports = self.reporter.step(self.runs, step, given, found, self._extra(norm_R.tolist(), rollouts))
+        return [report for report in reports if report.run.name not in self.broken]
+
+    def _stepping(self, step: RolloutBatch, found: Gradient) -> Tensor:
+        finite_R = torch.isfinite(found.gradient_RP).all(1).cpu()
+        for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
+            if not finite:
+                self.broken.setdefault(run.name, "its gradient is not finite")
+        tokens_R = torch.zeros(len(self.runs), dtype=torch.int64).index_add_(0, step.run_S, step.mask_sum_S())
+        return finite_R & (tokens_R > 0)
+
+    def _extra(self, norms: Sequence[float], rollouts: Rollouts) -> list[Values]:
+        return [
+            {"grad_norm": norm, "groups_generated": generated, "groups_kept": kept}
+            for norm, generated, kept in zip(norms, rollouts.generated_R, rollouts.kept_R, strict=True)
+        ]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.weights.flat_RP.dtype
+
+    # -- other policies ---------------------------------------------------------------------------------------------
+
+    def _log_probs(self, parameters: Parameters, rollouts: Rollouts) -> Tensor:
+        rows = rows_of_rank(rollouts.batch, len(self.runs), self.layout, self.world)
+        return all_log_probs(self.forward, parameters, rows, rollouts.batch, rollouts.tokens_SL, self.world)
+
+    def _uses_reference(self) -> bool:
+        return any(run.objective.kl_coef for run in self.runs)
+
+    def _reference_stack(self) -> Parameters:
+        return {name: value.expand(len(self.runs), *value.shape[1:]).contiguous() for name, value in self.reference.items()}
+
+    # -- runs that end early ----------------------------------------------------------------------------------------
+
+    def _drop_diverged(self) -> list[Diverged]:
+        """Drop the runs whose parameters are not finite, before they are sampled from, so that they poison nothing."""
+        finite_R = torch.isfinite(self.weights.flat_RP).all(1).cpu()
+        for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
+            if not finite:
+                self.broken.setdefault(run.name, "its parameters are not finite")
+        fine = torch.tensor([run.name not in self.broken for run in self.runs])
+        gone = [Diverged(run, self.step, self.broken[run.name]) for run in self.runs if run.name in self.broken]
+        if gone:
+            self.keep(fine.nonzero().flatten())
+        return gone
+
+    def keep(self, runs_R: Tensor) -> None:
+        """Go on with these runs (positions) only."""
+        self.runs = [self.runs[at] for at in runs_R.tolist()]
+        self.weights = weights_of({name: value.detach()[runs_R] for name, value in self.weights.parameters.items()})
+        self.optimizer.keep(runs_R)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything needed to go on bit for bit."""
+        tensors = {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
+        names = [run.name for run in self.runs]
+        return Checkpoint(self.step, self.optimizer_step, names, {"parameters": self.weights.flat_RP, **tensors})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint of the same settings."""
+        names = [run.name for run in self.runs]
+        self.keep(torch.tensor([names.index(name) for name in checkpoint.runs], dtype=torch.int64))
+        device = self.weights.flat_RP.device
+        self.weights.flat_RP.copy_(checkpoint.tensors["parameters"])
+        self.weights.refresh()
+        state = {name.removeprefix("optimizer."): value for name, value in checkpoint.tensors.items() if "." in name}
+        self.optimizer.load({name: value.to(device) for name, value in state.items()})
+        self.step, self.optimizer_step = checkpoint.step, checkpoint.optimizer_step
+
+
+def _at(batch: RolloutBatch, positions: Tensor, value_T: Tensor | None) -> Tensor | None:
+    """A per-token array of the batch at the tokens of the samples at `positions`."""
+    from aggcli.rollouts.batch import ragged_positions
+
+    return None if value_T is None else value_T[ragged_positions(batch.response_length_S, positions)]
+
+
+def _as(given: StepTokens, dtype: torch.dtype) -> StepTokens:
+    """The same numbers in the arithmetic of the policy."""
+    present = {item.name: getattr(given, item.name) for item in dataclasses.fields(given)}
+    return dataclasses.replace(given, **{name: value.to(dtype) for name, value in present.items() if value is not None})

@@ -1,0 +1,209 @@
+"""Sampling one rollout step for every run of a stack, and judging it: prompts, responses, rewards, advantages.
+
+Axis letters: R runs, G prompts of a run, B rows of a run (B = G * rollouts per prompt), P prompt positions, L response
+positions, S samples of the whole stack, run after run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aggcli.config import RunConfig
+from aggcli.objective.advantages import group_advantages
+from aggcli.policy.sampling import Sampled, sample, uniforms
+from aggcli.policy.transformer import Parameters, PolicyConfig
+from aggcli.rollouts.batch import Labels, RolloutBatch
+from aggcli.tasks import Task
+from aggcli.training.stack import RunSpec
+from aggcli.world import World
+
+_EQUAL = 1e-9
+"""Rewards of a group closer than this are equal."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouts:
+    """One rollout step of a stack.
+
+    `batch`: the samples, run after run, with their advantages; `tokens_SL`: prompt and response ids, right-padded;
+    `prompt_length`: tokens; `generated_R`, `kept_R`: prompt groups sampled and used by each run.
+    """
+
+    batch: RolloutBatch
+    tokens_SL: Tensor
+    prompt_length: int
+    generated_R: list[int]
+    kept_R: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """One round of sampling: rows [R, B, ...] with their rewards; `first`: the index of the round's first prompt."""
+
+    prompts_RBP: Tensor
+    tokens_RBL: Tensor
+    length_RB: Tensor
+    log_probs_RBL: Tensor
+    truncated_RB: Tensor
+    reward_RB: Tensor
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws rollout steps. Noise and prompts belong to (seed, step, index), so modes of one seed are paired, and neither
+    the stack nor the ranks matter."""
+
+    task: Task
+    policy: PolicyConfig
+    config: RunConfig
+    response_limit: int
+    world: World
+
+    def step(self, runs: Sequence[RunSpec], parameters: Parameters, step: int) -> Rollouts:
+        """Sample, judge and, with dynamic sampling, refill until every run has its groups or the bound is reached."""
+        training = self.config.training
+        wanted = training.rollout_batch_size
+        kept: list[list[tuple[int, int]]] = [[] for _ in runs]  # (round, group in it) of each run
+        generated = [0] * len(runs)
+        rounds: list[_Round] = []
+        most = training.dynamic_sampling_rounds if training.dynamic_sampling else 1
+        while len(rounds) < most and any(len(groups) < wanted for groups in kept):
+            done = self._round(runs, parameters, step, len(rounds))
+            usable_RG = self._usable(done.reward_RB)
+            for run, groups in enumerate(kept):
+                if len(groups) < wanted:
+                    generated[run] += wanted
+                    new = usable_RG[run].nonzero().flatten().tolist()
+                    groups += [(len(rounds), group) for group in new[: wanted - len(groups)]]
+            rounds.append(done)
+        return self._assembled(rounds, kept, generated)
+
+    def _usable(self, reward_RB: Tensor) -> Tensor:
+        """Groups [R, G] to train on: all, or with dynamic sampling those of unequal rewards."""
+        reward_RGN = reward_RB.view(reward_RB.shape[0], -1, self.config.training.n_samples_per_prompt)
+        if not self.config.training.dynamic_sampling:
+            return torch.ones(reward_RGN.shape[:2], dtype=torch.bool)
+        return (reward_RGN.amax(-1) - reward_RGN.amin(-1)) > _EQUAL
+
+    def _round(self, runs: Sequence[RunSpec], parameters: Parameters, step: int, number: int) -> _Round:
+        training = self.config.training
+        G, n = training.rollout_batch_size, training.n_samples_per_prompt
+        seeds = list(dict.fromkeys(run.seed for run in runs))
+        row_of_run = torch.tensor([seeds.index(run.seed) for run in runs])
+        drawn = [self.task.prompts(seed, step, G, first=number * G) for seed in seeds]
+        prompts_RGP = torch.stack([prompts.tokens_SP for prompts in drawn])[row_of_run]
+        answer_RG = torch.stack([prompts.answer_S for prompts in drawn])[row_of_run]
+        noise = [uniforms(seed, step, number * G * n, G * n, self.response_limit) for seed in seeds]
+        noise_RBL = torch.stack(noise)[row_of_run]
+        sampled = self._sampled(parameters, prompts_RGP, noise_RBL)
+        reward_RB, _ = self.task.verify(answer_RG.repeat_interleave(n, 1), sampled.tokens_RBL, sampled.length_RB)
+        return _Round(
+            prompts_RGP.repeat_interleave(n, 1),
+            sampled.tokens_RBL,
+            sampled.length_RB,
+            sampled.log_probs_RBL,
+            sampled.truncated_RB,
+            reward_RB,
+        )
+
+    def _sampled(self, parameters: Parameters, prompts_RGP: Tensor, noise_RBL: Tensor) -> Sampled:
+        """Each rank samples its own prompts; everyone receives all responses, on the CPU."""
+        n, device = self.config.training.n_samples_per_prompt, parameters["head"].device
+        bounds = [rank * prompts_RGP.shape[1] // self.world.size for rank in range(self.world.size + 1)]
+        start, end = bounds[self.world.rank], bounds[self.world.rank + 1]
+        mine = None
+        if end > start:
+            drawn = sample(
+                parameters,
+                self.policy,
+                prompts_RGP[:, start:end].to(device),
+                noise_RBL[:, start * n : end * n].to(device),
+                end_id=self.task.end_id,
+                pad_id=self.task.pad_id,
+                temperature=self.config.training.temperature,
+            )
+            mine = [value.cpu() for value in (drawn.tokens_RBL, drawn.length_RB, drawn.log_probs_RBL, drawn.truncated_RB)]
+        parts = [part for part in self.world.everyone(mine) if part is not None]
+        longest = max(part[0].shape[-1] for part in parts)
+        tokens, lengths, log_probs, truncated = zip(*parts, strict=True)  # a run that has diverged samples NaN: shown as 0
+        log_probs = [value.nan_to_num(0.0, 0.0, 0.0) for value in log_probs]
+        return Sampled(
+            torch.cat([_padded(value, longest, self.task.pad_id) for value in tokens], 1),
+            torch.cat(lengths, 1),
+            torch.cat([_padded(value, longest, 0.0) for value in log_probs], 1),
+            torch.cat(truncated, 1),
+        )
+
+    # -- assembling -------------------------------------------------------------------------------------------------
+
+    def _assembled(self, rounds: list[_Round], kept: list[list[tuple[int, int]]], generated: list[int]) -> Rollouts:
+        n, B = self.config.training.n_samples_per_prompt, rounds[0].length_RB.shape[1]
+        longest = max(done.tokens_RBL.shape[-1] for done in rounds)
+        rows = [
+            run * B * len(rounds) + round_ * B + group * n + i
+            for run, groups in enumerate(kept)
+            for round_, group in groups
+            for i in range(n)
+        ]
+        at_S = torch.tensor(rows, dtype=torch.int64)
+
+        def joined(values: list[Tensor]) -> Tensor:
+            return torch.cat(values, 1).flatten(0, 1)[at_S]
+
+        response_SL = joined([_padded(done.tokens_RBL, longest, self.task.pad_id) for done in rounds])
+        log_probs_SL = joined([_padded(done.log_probs_RBL, longest, 0.0) for done in rounds])
+        prompts_SP = joined([done.prompts_RBP for done in rounds])
+        length_S = joined([done.length_RB for done in rounds])
+        run_S = torch.repeat_interleave(torch.arange(len(kept)), torch.tensor([len(groups) * n for groups in kept]))
+        batch = self._batch(
+            run_S,
+            length_S,
+            prompts_SP.shape[1],
+            joined([done.reward_RB for done in rounds]),
+            log_probs_SL[torch.arange(longest) < length_S[:, None]],
+            joined([done.truncated_RB for done in rounds]),
+        )
+        tokens_SL = torch.cat([prompts_SP, response_SL], 1)
+        return Rollouts(batch, tokens_SL, prompts_SP.shape[1], generated, [len(groups) for groups in kept])
+
+    def _batch(
+        self, run_S: Tensor, length_S: Tensor, prompt_length: int, reward_S: Tensor, log_probs_T: Tensor, truncated_S: Tensor
+    ) -> RolloutBatch:
+        samples = run_S.numel()
+        group_S = torch.arange(samples) // self.config.training.n_samples_per_prompt
+        advantage_S = group_advantages(
+            reward_S.double() + self._overlong(length_S),
+            torch.arange(samples),
+            group_S,
+            divide_by_std=self.config.objective.advantages != "mean_only",
+        )
+        return RolloutBatch(
+            response_length_S=length_S,
+            total_length_S=length_S + prompt_length,
+            loss_mask_T=torch.ones(int(length_S.sum()), dtype=torch.bool),
+            rollout_S=torch.arange(samples),
+            group_S=group_S,
+            run_S=run_S,
+            position_S=torch.arange(samples),
+            reward_S=reward_S.double(),
+            rollout_log_probs_T=log_probs_T,
+            advantages_T=torch.repeat_interleave(advantage_S, length_S),
+            status_S=tuple("truncated" if cut else "completed" for cut in truncated_S.tolist()),
+            labels=Labels(),
+            name="the rollout step",
+        )
+
+    def _overlong(self, length_S: Tensor) -> Tensor:
+        """DAPO eq. 13: 0 up to limit - buffer, then linear down to -1 at the limit; 0 without a buffer."""
+        buffer = self.config.training.overlong_buffer
+        if not buffer:
+            return torch.zeros(length_S.shape, dtype=torch.float64)
+        return ((self.response_limit - buffer - length_S).double() / buffer).clamp(-1.0, 0.0)
+
+
+def _padded(value_RBL: Tensor, length: int, fill: float) -> Tensor:
+    return torch.nn.functional.pad(value_RBL, (0, length - value_RBL.shape[-1]), value=fill)

@@ -1,0 +1,219 @@
+"""One optimizer step of a stack: weights for the whole step first, then each rank's own rows, then one sum.
+
+Axis letters: R runs, B rows of a run on this rank, C response columns, S samples of the step, T response tokens flat, P numbers
+of a run's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aggcli.config import ObjectiveConfig
+from aggcli.objective.aggregation import sample_weights, spread, step_denominators
+from aggcli.objective.policy_loss import kl_terms, policy_terms
+from aggcli.policy.transformer import Parameters
+from aggcli.rollouts.batch import RolloutBatch
+from aggcli.training.stack import RunSpec
+from aggcli.world import World
+
+Forward = Callable[[Parameters, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+"""(parameters, tokens [R, B, L], prompt length [R, B], response length [R, B]) -> log-probabilities and entropies [R, B, C]
+in nats, and which of them this context-parallel rank has computed (None: all)."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepTokens:
+    """Everything a token of the step needs, flat [T]: loss and metric weights, advantages, clip range and coefficients of its
+    run, and the log-probabilities of the other policies where there are any."""
+
+    loss_weight_T: Tensor
+    metric_weight_T: Tensor
+    advantages_T: Tensor
+    clip_low_T: Tensor
+    clip_high_T: Tensor
+    kl_coef_T: Tensor
+    old_log_probs_T: Tensor | None = None
+    ref_log_probs_T: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """`gradient_RP`: d loss / d parameters of each run, summed over ranks; `log_probs_T`, `entropy_T`: of the whole step."""
+
+    gradient_RP: Tensor
+    log_probs_T: Tensor
+    entropy_T: Tensor
+
+
+def metric_mode(run: RunSpec) -> str:
+    """Whose weights the metrics (and the KL and entropy terms) of a run use."""
+    return run.mode if run.objective.metric_aggregation == "matched" or run.mode == "token_mean" else "sample_mean"
+
+
+def step_tokens(step: RolloutBatch, runs: Sequence[RunSpec], dtype: torch.dtype) -> StepTokens:
+    """Weights and settings of every token of one optimizer step, each run by its own mode, before anything is cut."""
+    modes = {mode for run in runs for mode in (run.mode, metric_mode(run))}
+    counts = step_denominators(step, prompt_sums="prompt_mean" in modes)
+
+    def weights_S(mode_of: Callable[[RunSpec], str]) -> Tensor:
+        found_S = torch.zeros(step.num_samples, dtype=torch.float64)
+        for at, run in enumerate(runs):
+            mine_S = step.run_S == at
+            own = {name: count_S[mine_S] for name, count_S in counts.items()}
+            found_S[mine_S] = sample_weights(
+                mode_of(run),
+                own,
+                divisor=run.objective.loss_aggregation_divisor,
+                prompt_mean_scale=run.objective.prompt_mean_scale,
+            )
+        return found_S
+
+    def of_run(value: Callable[[ObjectiveConfig], float]) -> Tensor:
+        value_R = torch.tensor([value(run.objective) for run in runs], dtype=dtype)
+        return torch.repeat_interleave(value_R[step.run_S], step.response_length_S)
+
+    assert step.advantages_T is not None
+    return StepTokens(
+        spread(weights_S(lambda run: run.mode), step).to(dtype),
+        spread(weights_S(metric_mode), step).to(dtype),
+        step.advantages_T.to(dtype),
+        of_run(lambda objective: objective.clip_range[0]),
+        of_run(lambda objective: objective.clip_range[1]),
+        of_run(lambda objective: objective.kl_coef),
+    )
+
+
+def step_gradient(
+    forward: Forward,
+    parameters: Parameters,
+    rows: Sequence[Tensor],
+    step: RolloutBatch,
+    tokens_SL: Tensor,
+    given: StepTokens,
+    objective: ObjectiveConfig,
+    world: World,
+) -> Gradient:
+    """The gradient of every run's loss over the whole step, and the step's log-probabilities.
+
+    `rows`: this rank's micro-batches, each [R, B] sample positions, -1 where a run has fewer rows. Every micro-batch only
+    sums `w_t * l_t`; only sums cross ranks. With `given.old_log_probs_T` None the policy itself is the old one (ratio 1).
+    `objective` holds the settings that are the same for all runs.
+    """
+    device, dtype = parameters["head"].device, parameters["head"].dtype
+    leaves = list(parameters.values())
+    total = [torch.zeros_like(leaf) for leaf in leaves]
+    tokens = step.loss_mask_T.numel()
+    new_T = torch.zeros(2, tokens, dtype=torch.float64)
+    for row_RB in rows:
+        laid_out = _laid_out(step, tokens_SL, row_RB)
+        log_prob_RBC, entropy_RBC, owned = forward(parameters, *laid_out.inputs(device))
+        place, flat = laid_out.owned(owned, device)
+        own_T = log_prob_RBC.flatten()[place]
+        spread_T = entropy_RBC.flatten()[place]
+        loss = _loss(own_T, spread_T, flat, step, given, objective, device)
+        if loss.requires_grad:
+            for sum_, part in zip(total, torch.autograd.grad(loss, leaves), strict=True):
+                sum_ += part
+        new_T[0, flat] = own_T.detach().double().cpu()
+        new_T[1, flat] = spread_T.detach().double().cpu()
+    gradient_RP = torch.cat([part.reshape(part.shape[0], -1) for part in total], 1)
+    world.add_up(gradient_RP)
+    world.add_up(new_T)
+    return Gradient(gradient_RP.to(dtype), new_T[0], new_T[1])
+
+
+def _loss(
+    own_T: Tensor,
+    entropy_T: Tensor,
+    at: Tensor,
+    step: RolloutBatch,
+    given: StepTokens,
+    objective: ObjectiveConfig,
+    device: torch.device,
+) -> Tensor:
+    """The sum of `w_t * l_t` over the tokens of one micro-batch (flat positions `at`), over all its runs: a sum of sums, whose
+    gradient by each run's parameters is that run's own."""
+    mask_T = step.loss_mask_T[at].to(device)
+    old_T = own_T.detach() if given.old_log_probs_T is None else given.old_log_probs_T[at].to(device, own_T.dtype)
+    terms = policy_terms(
+        own_T,
+        old_T,
+        given.advantages_T[at].to(device),
+        mask_T,
+        objective,
+        clip_range=(given.clip_low_T[at].to(device), given.clip_high_T[at].to(device)),
+    )
+    loss = torch.dot(given.loss_weight_T[at].to(device), terms.pg_loss_T)
+    metric_weight_T = given.metric_weight_T[at].to(device)
+    if given.ref_log_probs_T is not None:
+        ratio_T = terms.ratio_T if objective.kl_unbiased else None
+        kl_T = kl_terms(own_T, given.ref_log_probs_T[at].to(device, own_T.dtype), mask_T, objective.kl_estimator, ratio_T)
+        loss = loss + torch.dot(metric_weight_T * given.kl_coef_T[at].to(device), kl_T)
+    if objective.entropy_coef:
+        loss = loss - objective.entropy_coef * torch.dot(metric_weight_T, torch.where(mask_T, entropy_T, 0.0))
+    return loss
+
+
+def all_log_probs(
+    forward: Forward,
+    parameters: Parameters,
+    rows: Sequence[Tensor],
+    step: RolloutBatch,
+    tokens_SL: Tensor,
+    world: World,
+) -> Tensor:
+    """Log-probability of every response token of the step under fixed parameters, float64 [T], on every rank."""
+    device = parameters["head"].device
+    found_T = torch.zeros(step.loss_mask_T.numel(), dtype=torch.float64)
+    with torch.no_grad():
+        for row_RB in rows:
+            laid_out = _laid_out(step, tokens_SL, row_RB)
+            log_prob_RBC, _, owned = forward(parameters, *laid_out.inputs(device))
+            place, flat = laid_out.owned(owned, device)
+            found_T[flat] = log_prob_RBC.flatten()[place].double().cpu()
+    return world.add_up(found_T)
+
+
+@dataclass(frozen=True, eq=False)
+class _LaidOut:
+    """Rows of one micro-batch: `place` of each real response token in the flat [R * B * C], `position_T` in the step."""
+
+    tokens_RBL: Tensor
+    prompt_RB: Tensor
+    length_RB: Tensor
+    place: Tensor
+    position_T: Tensor
+
+    def inputs(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """What a forward pass takes, on the device."""
+        return self.tokens_RBL.to(device), self.prompt_RB.to(device), self.length_RB.to(device)
+
+    def owned(self, owned_RBC: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`place` (on the device) and `position_T` of the tokens that this rank has computed."""
+        place = self.place.to(device)
+        if owned_RBC is None:
+            return place, self.position_T
+        mine_T = owned_RBC.flatten()[place]
+        return place[mine_T], self.position_T[mine_T.cpu()]
+
+
+def _laid_out(step: RolloutBatch, tokens_SL: Tensor, row_RB: Tensor) -> _LaidOut:
+    real_RB = row_RB >= 0
+    at_RB = row_RB.clamp(min=0)
+    length_RB = torch.where(real_RB, step.response_length_S[at_RB], 0)
+    width = int(torch.where(real_RB, step.total_length_S[at_RB], 0).max())
+    columns = max(int(length_RB.max()), 1)
+    valid_RBC = torch.arange(columns) < length_RB[:, :, None]
+    start_S = step.response_length_S.cumsum(0) - step.response_length_S
+    position_RBC = start_S[at_RB][:, :, None] + torch.arange(columns)
+    return _LaidOut(
+        tokens_SL[at_RB][:, :, : max(width, 1)],
+        step.total_length_S[at_RB] - step.response_length_S[at_RB],
+        length_RB,
+        valid_RBC.flatten().nonzero().flatten(),
+        position_RBC[valid_RBC],
+    )

@@ -1,0 +1,81 @@
+"""How long do decoding and one training pass take, per run and step, for stacks of 1, 4, 16 and 20 runs?
+
+    python experiments/benchmarks/policy_speed.py [--runs 1 4 16 20] [--threads 1 2] [--repeats 7] [--profile]
+
+128 rollouts a run (16 prompts x 8) of at most 32 tokens, float32, from the shipped warm start of `running-sum`, each run with
+noise of its own. `decode` samples them; `train` is the forward and backward pass over them with prompts read once and rows
+packed by length. Medians of `--repeats` steps, each on other prompts, and the fastest in brackets, since other work on the
+machine only ever adds time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from torch import Tensor
+
+from aggcli.policy.log_probs import response_log_probs
+from aggcli.policy.sampling import sample, uniforms
+from aggcli.policy.transformer import Parameters, PolicyConfig, stacked
+from aggcli.policy.warm_start import default_policy, starting_policy
+from aggcli.tasks import Task, make_task
+
+PROMPTS, GROUP, LIMIT = 16, 8, 32
+
+
+def step(task: Task, config: PolicyConfig, parameters: Parameters, number: int) -> tuple[float, float, float]:
+    """Seconds of decoding, seconds of training, and tokens drawn, all runs together."""
+    runs, rows = parameters["head"].shape[0], PROMPTS * GROUP
+    prompts = task.prompts(seed=0, step=number, count=PROMPTS)
+    prompts_RGP = prompts.tokens_SP.expand(runs, -1, -1)
+    noise_RBL = torch.stack([uniforms(run, number, 0, rows, LIMIT) for run in range(runs)])
+    start = time.perf_counter()
+    sampled = sample(parameters, config, prompts_RGP, noise_RBL, end_id=task.end_id, pad_id=task.pad_id)
+    decoded = time.perf_counter()
+    tokens_RBL = torch.cat([prompts_RGP.repeat_interleave(GROUP, 1), sampled.tokens_RBL], -1)
+    train(task, config, parameters, tokens_RBL, sampled.length_RB)
+    return decoded - start, time.perf_counter() - decoded, float(sampled.length_RB.sum())
+
+
+def train(task: Task, config: PolicyConfig, parameters: Parameters, tokens_RBL: Tensor, length_RB: Tensor) -> None:
+    log_prob_RBC, _ = response_log_probs(parameters, config, tokens_RBL, task.prompt_length, length_RB)
+    (log_prob_RBC.sum() / length_RB.numel()).backward()
+    for value in parameters.values():
+        value.grad = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, nargs="+", default=[1, 4, 16, 20])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
+    given = parser.parse_args()
+    task = make_task("running-sum")
+    config = default_policy(task, LIMIT)
+    start = starting_policy(task, config)
+    print("milliseconds per run and step, median (fastest)")
+    print(f"{'threads':>7} {'runs':>4} {'decode':>17} {'train':>17} {'tokens/s':>9}")
+    for threads in given.threads:
+        torch.set_num_threads(threads)
+        for runs in given.runs:
+            parameters = {name: value.requires_grad_(True) for name, value in stacked(start, runs).items()}
+            step(task, config, parameters, 0)  # the first pass allocates
+            if given.profile:
+                with torch.profiler.profile() as profile:
+                    step(task, config, parameters, 0)
+                print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=45))
+            seconds = [step(task, config, parameters, number) for number in range(1, given.repeats + 1)]
+            cells = []
+            for part in range(2):
+                per_run = sorted(second[part] / runs * 1e3 for second in seconds)
+                cells.append(f"{statistics.median(per_run):8.2f} ({per_run[0]:6.2f})")
+            rate = sum(second[2] for second in seconds) / sum(second[0] + second[1] for second in seconds)
+            print(f"{threads:7d} {runs:4d} {cells[0]:>17} {cells[1]:>17} {rate:9.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

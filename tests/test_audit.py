@@ -1,0 +1,296 @@
+"""The audit of the built-in batch and of dumps: which rules vary, why, the smallest case, and the exit codes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from aggcli.audit import (
+    DEFAULT_LAYOUTS,
+    Audit,
+    FrozenBatch,
+    audit,
+    built_in_batch,
+    freeze,
+    layouts_of,
+    rule_named,
+    schedule_of,
+    smallest_counterexample,
+)
+from aggcli.cli.audit import audit as audit_command
+from aggcli.cli.main import app, main
+from aggcli.cli.options import GroupedCommand
+from aggcli.config import MODES, settings_from
+from aggcli.layout.steps import optimizer_steps
+from aggcli.objective.presets import PRESETS
+from aggcli.rollouts.batch import RolloutBatch
+from aggcli.rollouts.sources import open_source
+from tests.fixtures import batch_of, fx_b, replayed
+
+DATA = Path(__file__).parent / "data"
+if "audit" not in {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}:
+    app.command(cls=GroupedCommand)(audit_command)
+
+MICRO_BATCH_TOKENS = {"verl-legacy:token-mean", "trl:bnpo", "ms-swift:bnpo", "skyrl:token_mean_legacy", "torchforge:reinforce"}
+MICRO_BATCH_ROWS = {"verl-legacy:seq-mean-token-sum", "verl-legacy:seq-mean-token-mean"}
+NOT_COUNTED = {"verl-legacy:seq-mean-token-sum-norm"}
+OVER_ACCUMULATION = {"ms-swift:dapo"}
+VARY = MICRO_BATCH_TOKENS | MICRO_BATCH_ROWS | NOT_COUNTED | OVER_ACCUMULATION
+"""The rules known to vary (reference, invariance table); oat:grpo is 0/0 on a fully masked row in every layout."""
+
+
+def _frozen(batch: RolloutBatch | None = None) -> FrozenBatch:
+    return freeze(built_in_batch() if batch is None else batch, settings_from({}).objective)
+
+
+@pytest.fixture(scope="module")
+def report() -> Audit:
+    frozen = _frozen()
+    rules = [rule_named(name, divisor=10.0) for name in (*MODES, *PRESETS)]
+    return audit(frozen, rules, layouts_of(frozen, DEFAULT_LAYOUTS))
+
+
+def test_exactly_the_rules_known_to_vary_do_so_on_the_built_in_batch(report: Audit) -> None:
+    found: dict[str, set[str]] = {}
+    for rule in report.reports:
+        found.setdefault(rule.verdict, set()).add(rule.rule)
+    assert found["varies"] == VARY
+    assert found["not finite"] == {"oat:grpo"}
+    assert found["invariant"] == {*MODES, *PRESETS} - VARY - {"oat:grpo"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        (MICRO_BATCH_TOKENS, "the trained tokens are counted in each micro-batch"),
+        (MICRO_BATCH_ROWS, "the samples that are not fully masked are counted in each micro-batch"),
+        (NOT_COUNTED, "nothing is counted in a micro-batch, yet micro-batches are averaged"),
+        (OVER_ACCUMULATION, "divided by the number of accumulation steps again"),
+    ],
+)
+def test_the_reason_says_which_denominator_was_counted_where(report: Audit, rules: set[str], words: str) -> None:
+    for rule in report.reports:
+        assert (words in rule.reason) == (rule.rule in rules)
+
+
+def test_an_invariant_rule_has_one_loss_and_one_gradient_in_every_layout(report: Audit) -> None:
+    for rule in report.reports:
+        if rule.verdict != "invariant":
+            continue
+        assert len(rule.outcomes) + len(rule.skipped) == len(DEFAULT_LAYOUTS)
+        for outcome in rule.outcomes:
+            assert outcome.pg_loss == pytest.approx(rule.outcomes[0].pg_loss, rel=1e-12)
+            assert outcome.gradient_ratio == pytest.approx(1.0, rel=1e-12)
+            assert outcome.gradient_cosine == pytest.approx(1.0, rel=1e-12)
+            assert outcome.deviation < 1e-12
+
+
+SAME = (
+    {"verl:token-mean", "trl:dapo", "openrlhf:token", "nemo-rl:token", "skyrl:token_mean", "open-instruct:token", "areal"}
+    | {"token_mean", "roll:token-mean"},
+    {"slime:sample_mean", "miles:sample_mean", "sample_mean"},
+    {"slime:per_token", "miles:per_token"},
+    {"verl:seq-mean-token-mean", "skyrl:sequence_mean", "trl:grpo", "ms-swift:grpo", "torchforge:simple-grpo"},
+    {"openrlhf:sequence", "nemo-rl:sequence", "roll:seq-mean-token-mean"},
+    {"verl:seq-mean-token-sum", "trl:luspo"},
+    {"verl:seq-mean-token-sum-norm", "skyrl:seq_mean_token_sum_norm", "trl:dr_grpo", "ms-swift:dr_grpo", "oat:drgrpo"},
+    {"open-instruct:constant", "roll:seq-mean-token-sum-norm"},
+    {"tinker", "verl:token-sum"},
+    {"trl:bnpo", "ms-swift:bnpo", "torchforge:reinforce", "skyrl:token_mean_legacy"},
+)
+"""Names of one rule: equal but for what keeps a count from 0 (verl-legacy:token-mean is 0/0 where bnpo is not)."""
+
+
+def test_no_two_different_rules_coincide_on_the_built_in_batch(report: Audit) -> None:
+    """Two rules are the same here if the losses agree in every layout that both can run under."""
+    losses = {r.rule: {o.layout: o.pg_loss for o in r.outcomes} for r in report.reports if r.verdict != "not finite"}
+    same = {frozenset(pair) for names in SAME for pair in itertools.combinations(sorted(names), 2)}
+    for a, b in itertools.combinations(losses, 2):
+        shared = [(losses[a][at], losses[b][at]) for at in losses[a] if at in losses[b]]
+        gap = max(
+            abs((x or 0) - (y or 0)) / abs(x or 1) if x == x and y == y else math.inf for x, y in shared if x != y or x == x
+        )
+        if frozenset((a, b)) in same:
+            assert gap < 1e-7, (a, b)
+        else:
+            assert gap > 0.02, (a, b)
+
+
+def test_the_built_in_numbers_are_those_of_plain_arithmetic(report: Audit) -> None:
+    """With one sample a micro-batch, a mean of micro-batch token means is the mean over the eight rows' own means."""
+    step, frozen = built_in_batch(), _frozen()
+    assert frozen.loss_T is not None
+    rows = [
+        (float(loss_T[mask_T].sum()), int(mask_T.sum()))
+        for loss_T, mask_T in zip(
+            frozen.loss_T.split(step.response_length_S.tolist()),
+            step.loss_mask_T.split(step.response_length_S.tolist()),
+            strict=True,
+        )
+    ]
+    expected = sum(s / max(n, 1) for s, n in rows) / 8
+    (bnpo,) = (rule for rule in report.reports if rule.rule == "trl:bnpo")
+    outcome = next(o for o in bnpo.outcomes if o.layout == "dp1:contiguous:mb1")
+    assert outcome.pg_loss == pytest.approx(expected, rel=1e-12)
+    # rows of 2, 5, 6, 4, 10, 0, 2, 9 tokens: a token of a 2-token row weighs 1/16 instead of 1/38
+    assert outcome.deviation == pytest.approx(38 / 16 - 1, rel=1e-12)
+
+
+# -- counterexamples -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(VARY) + [f"{mode}/{scope}" for mode in MODES for scope in ("rank", "micro-batch")])
+def test_the_smallest_case_has_at_most_three_samples_and_is_found_in_ten_seconds(name: str) -> None:
+    rule = rule_named(name, divisor=10.0)
+    start = time.perf_counter()
+    found = smallest_counterexample(rule)
+    assert time.perf_counter() - start < 10
+    assert found is not None
+    assert len(found.toy.samples) <= 3
+    pieces = sum(len(rank) for rank in found.toy.split)
+    assert pieces == 2
+    step = batch_of(
+        {"response_length": n + m, "total_length": n + m, "loss_mask": [1] * n + [0] * m, "group_index": g}
+        for n, m, g in found.toy.samples
+    )
+    samples = len(found.toy.samples)
+    whole_T = rule.weights(step, schedule_of([[list(range(samples))]], samples), 1)
+    cut_T = rule.weights(step, schedule_of(found.toy.split, samples), found.toy.cp)
+    assert not torch.allclose(whole_T, cut_T, rtol=1e-6)
+
+
+def test_the_smallest_case_of_a_token_mean_of_micro_batches_is_two_samples_of_1_and_2_tokens() -> None:
+    found = smallest_counterexample(rule_named("trl:bnpo"))
+    assert found is not None
+    assert found.toy.samples == ((1, 0, 0), (2, 0, 0))
+    assert found.toy.split == (((0,), (1,)),)
+    assert found.reference == pytest.approx((1 / 3, 1 / 3))
+    assert found.weights == pytest.approx((1 / 2, 1 / 4))  # 1/2 * 1/1 and 1/2 * 1/2
+    assert str(found) == (
+        "samples of 1, 2 tokens; in one micro-batch a token weighs 0.333333, 0.333333; as micro-batches (0) (1) it weighs"
+        " 0.5, 0.25"
+    )
+
+
+@pytest.mark.parametrize("name", ["token_mean", "slime:sample_mean", "trl:grpo", "skyrl:prompt_mean"])
+def test_an_exact_rule_has_no_counterexample(name: str) -> None:
+    assert smallest_counterexample(rule_named(name)) is None
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main(["audit", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"bare {word}"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ((), 0),
+        (("--fail-on-variance", "1e-6", "--rules", "token_mean,trl:dapo,slime:per_token"), 0),
+        (("--fail-on-variance", "1e-6", "--rules", "token_mean,trl:bnpo"), 1),
+        (("--fail-on-variance", "10", "--rules", "trl:bnpo"), 0),
+        (("--fail-on-variance", "1e-6", "--rules", "oat:grpo"), 1),
+        (("--fail-on-variance", "1e-6", "--rules", "token_mean", "--normalizer", "rank"), 1),
+        (("--rules", "nope"), 2),
+        (("--divisor", "0"), 2),
+        (("--fail-on-variance", "-1"), 2),
+        (("--normalizer", "epoch"), 2),
+        (("--layouts", "dp2:sideways"), 2),
+        (("--layouts", "recorded"), 2),
+        (("no/such/file",), 2),
+    ],
+)
+def test_the_exit_code_is_1_only_where_a_check_was_asked_for_and_failed(
+    arguments: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", "--no-search", *arguments]) == code
+    printed = capsys.readouterr()
+    if code:
+        assert len(printed.err.strip().splitlines()) >= 1
+        assert "Traceback" not in printed.err
+
+
+def test_the_table_fits_80_columns_and_names_every_rule(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["audit"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = {line.split()[0]: line for line in reversed(lines) if line.strip()}
+    assert rows["trl:bnpo"].split()[-1] == "varies"
+    assert rows["token_mean"].split()[-1] == "invariant"
+    assert {"unverified:" in line for line in lines} == {True, False}
+
+
+def test_a_train_dump_is_audited_under_its_recorded_layout_first(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(DATA / "slime_train" / "2.pt")
+    found = _json(capsys, path, "--rules", "slime:sample_mean,trl:bnpo,prompt_mean")
+    assert found["layouts"][0] == "recorded"
+    (step,) = found["steps"]
+    rules = step["rules"]
+    assert rules["slime:sample_mean"]["verdict"] == "invariant"
+    assert rules["slime:sample_mean"]["effective_lr"] == pytest.approx(1.0)
+    assert rules["trl:bnpo"]["verdict"] == "varies"
+    assert "group_index is missing" in rules["prompt_mean"]["reason"]
+    # the replay of the same dump has the same loss
+    (batch,) = open_source(settings_from({"rollouts": [path]}).source, 0)
+    (report,) = replayed(batch, ("sample_mean", "token_mean"))
+    assert rules["slime:sample_mean"]["pg_loss"] == pytest.approx(report.values["sample_mean"]["pg_loss"], rel=1e-12)
+
+
+def test_the_answer_for_a_dump_is_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(DATA / "slime_train" / "2.pt")
+    assert main(["audit", path, "--rules", "slime:sample_mean,verl:token-sum,trl:bnpo", "--no-search"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "Would this run's loss have been another number? under another layout: yes under 1 of 3 rules" in words
+    assert "(slime:sample_mean) to" in words or "(trl:bnpo) to" in words
+    assert "(verl:token-sum) times that of slime:sample_mean" in words
+
+
+def test_the_effective_learning_rate_is_the_ratio_of_gradient_norms_of_the_replay(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(DATA / "slime_train" / "1.pt")
+    (batch,) = open_source(settings_from({"rollouts": [path]}).source, 0)
+    (report,) = replayed(batch, ("sample_mean", "token_mean", "constant"))
+    rules = _json(capsys, path, "--rules", "sample_mean,token_mean,constant", "--divisor", "10")["steps"][0]["rules"]
+    for mode in ("token_mean", "constant"):
+        assert rules[mode]["effective_lr"] == pytest.approx(report.values[mode]["gradient_ratio"], rel=1e-9)
+        assert rules[mode]["gradient_cosine"] == pytest.approx(report.values[mode]["gradient_cosine"], rel=1e-9)
+
+
+def test_a_rule_that_cannot_be_dealt_the_reference_takes_the_first_layout_that_it_can() -> None:
+    frozen = _frozen(batch_of(fx_b()))
+    layouts = layouts_of(frozen, ("dp1:contiguous:mb3", "dp2:contiguous", "dp1:contiguous:mb1"))
+    uneven, even = audit(frozen, [rule_named("trl:bnpo"), rule_named("verl-legacy:token-mean")], layouts).reports
+    assert uneven.skipped == ("dp1:contiguous:mb3",)
+    assert [outcome.layout for outcome in uneven.outcomes] == ["dp2:contiguous", "dp1:contiguous:mb1"]
+    assert even.skipped == ()
+    (report,) = audit(frozen, [rule_named("trl:grpo")], layouts[:1]).reports
+    assert report.verdict == "not computed"
+    assert "equal micro-batches" in report.reason
+
+
+def test_a_file_without_advantages_still_has_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text("".join(json.dumps({"response_length": n}) + "\n" for n in (1, 3, 4, 8)))
+    rules = _json(capsys, str(path), "--rules", "token_mean,trl:bnpo")["steps"][0]["rules"]
+    assert rules["trl:bnpo"]["verdict"] == "varies"
+    assert rules["trl:bnpo"]["pg_loss"] is None
+    assert rules["trl:bnpo"]["effective_lr"] is None
+    assert rules["token_mean"]["total_weight"] == pytest.approx(1.0)
+
+
+def test_every_optimizer_step_of_a_file_is_audited(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(DATA / "slime_train" / "0.pt")
+    found = _json(capsys, path, "--rules", "token_mean", "--global-batch-size", "16")
+    (batch,) = open_source(settings_from({"rollouts": [path]}).source, 0)
+    assert len(found["steps"]) == len(optimizer_steps(batch, 16)) == 4

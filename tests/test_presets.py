@@ -1,0 +1,256 @@
+"""Every framework's rule: the values its own code gave, values worked out by hand, and how rules are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from aggcli.audit import preset_loss, rule_named
+from aggcli.errors import RolloutError, SettingError
+from aggcli.objective.presets import ALIASES, EVIDENCE, PRESETS, find_rule
+from tests.fixtures import fx_a, fx_b, fx_c
+
+DATA = Path(__file__).parent / "data"
+FIXTURE = json.loads((DATA / "slime_reducer.json").read_text())[0]["fixture"]
+CASES = json.loads((DATA / "framework_presets.json").read_text())
+WHOLE = [[[0, 1, 2, 3]]]
+CUT = [[[0, 3], [1, 2]]]
+"""A split that cuts through prompt groups: none of its means coincides with another mode (unlike (0,1)|(2,3), (0,2)|(1,3))."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case['preset']}-{case['layout']}" for case in CASES])
+def test_a_preset_gives_what_the_frameworks_own_code_gave(case: dict) -> None:
+    found = preset_loss(
+        case["preset"],
+        FIXTURE["samples"],
+        case["split"],
+        divisor=case["divisor"],
+        eps_clip=FIXTURE["eps_clip"],
+        eps_clip_high=FIXTURE["eps_clip_high"],
+    )
+    assert found == pytest.approx(case["pg_loss"], abs=1e-9)
+
+
+def test_the_golden_cases_are_all_there() -> None:
+    assert len(CASES) == 84
+    assert {case["preset"] for case in CASES} <= set(PRESETS)
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------------
+# FX-B: token losses of the four samples are -.55 (1 token), +.5 (3), -.55 (4), +.5 (8), so the sample sums are
+# -.55, 1.5, -2.2, 4 and add up to 2.75 over 16 tokens. Clipping at 1.2 does not bind (ratio 1.1).
+
+TOKEN = 2.75 / 16
+SAMPLE = (-0.55 + 0.5 - 0.55 + 0.5) / 4
+CONSTANT = 2.75 / 4 / 10
+PROMPT = (0.95 / 4 + 1.8 / 12) / 2
+INVARIANT = {
+    **dict.fromkeys(
+        (
+            *("verl:token-mean", "trl:dapo", "openrlhf:token", "nemo-rl:token", "skyrl:token_mean", "areal", "prime-rl"),
+            *("open-instruct:token", "slime:per_token", "miles:per_token", "roll:token-mean", "token_mean", "per_token"),
+        ),
+        TOKEN,
+    ),
+    **dict.fromkeys(
+        (
+            *("slime:sample_mean", "miles:sample_mean", "verl:seq-mean-token-mean", "openrlhf:sequence", "nemo-rl:sequence"),
+            *("skyrl:sequence_mean", "roll:seq-mean-token-mean", "sample_mean", "grpo", "seq-mean-token-mean"),
+            *("trl:grpo", "ms-swift:grpo", "oat:grpo", "torchforge:simple-grpo", "verl-legacy:seq-mean-token-mean"),
+        ),
+        SAMPLE,
+    ),
+    **dict.fromkeys(
+        (
+            *("verl:seq-mean-token-sum-norm", "skyrl:seq_mean_token_sum_norm", "constant", "dr_grpo"),
+            *("trl:dr_grpo", "ms-swift:dr_grpo", "oat:drgrpo", "delta-l:0"),
+        ),
+        CONSTANT,
+    ),
+    **dict.fromkeys(
+        ("verl:seq-mean-token-sum", "roll:seq-mean-token-sum", "trl:luspo", "verl-legacy:seq-mean-token-sum"), 0.6875
+    ),
+    **dict.fromkeys(("roll:seq-mean-token-sum-norm", "open-instruct:constant", "open-instruct:10"), 0.275),
+    **dict.fromkeys(("verl:token-sum", "tinker"), 2.75),
+    "skyrl:prompt_mean": PROMPT,
+    # default scale: P/N times the strict mean over prompts
+    **dict.fromkeys(("prompt_mean", "dapo"), PROMPT * 2 / 4),
+    # n ** -1 over the four lengths adds up to 41/24; the sum of n ** -1 * (sample sum) is that of the token losses, -.1
+    "delta-l:1": -0.1 * 24 / 41 / 10,
+    # in each group half the samples are positive: (-.55 + .5) / 2
+    "balanced": -0.025,
+}
+
+
+@pytest.mark.parametrize("split", [WHOLE, CUT, [[[3], [2], [1], [0]]], [[[0, 3]], [[1, 2]]], [[[1], [2]], [[3], [0]]]])
+@pytest.mark.parametrize("name", INVARIANT)
+def test_an_exact_rule_gives_its_value_on_fx_b_under_every_split(name: str, split: list) -> None:
+    assert preset_loss(name, fx_b(), split, divisor=10) == pytest.approx(INVARIANT[name], abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "expected"),
+    [
+        # (-.55 + 4)/9 and (1.5 - 2.2)/7, averaged
+        *((name, CUT, (3.45 / 9 - 0.7 / 7) / 2) for name in ("trl:bnpo", "ms-swift:bnpo", "verl-legacy:token-mean")),
+        *((name, CUT, (3.45 / 9 - 0.7 / 7) / 2) for name in ("skyrl:token_mean_legacy", "torchforge:reinforce")),
+        ("token_mean/micro-batch", CUT, (3.45 / 9 - 0.7 / 7) / 2),
+        ("trl:bnpo", [[[0, 3]], [[1, 2]]], (3.45 / 9 - 0.7 / 7) / 2),
+        # R01: each micro-batch's token mean by its share of samples: 3/4 * (-1.25/8) + 1/4 * .5
+        ("verl-legacy:token-mean", [[[0, 1, 2], [3]]], 0.0078125),
+        # the second, smaller micro-batch gets nothing
+        ("skyrl:token_mean_legacy", [[[0, 1, 2], [3]]], -1.25 / 8),
+        # R05: one division too many by 1, 2 and 4 accumulation steps
+        ("ms-swift:dapo", WHOLE, TOKEN),
+        ("ms-swift:dapo", CUT, TOKEN / 2),
+        ("ms-swift:dapo", [[[3], [2], [1], [0]]], TOKEN / 4),
+        # sum over the width alone, averaged over 1 and 2 micro-batches and over 2 ranks
+        ("verl-legacy:seq-mean-token-sum-norm", WHOLE, 0.275),
+        ("verl-legacy:seq-mean-token-sum-norm", CUT, 0.275 / 2),
+        ("verl-legacy:seq-mean-token-sum-norm", [[[0, 3]], [[1, 2]]], 0.275 / 2),
+        # rank means of samples: (-.55 + .5 - .55)/3 and .5
+        ("sample_mean/rank", [[[0, 1], [2]], [[3]]], (-0.2 + 0.5) / 2),
+        ("token_mean/rank", [[[0, 1], [2]], [[3]]], (-1.25 / 8 + 0.5) / 2),
+        ("constant/rank", [[[0, 1], [2]], [[3]]], (-1.25 / 30 + 4 / 10) / 2),
+        # each group counted within the micro-batch: 1/2 (-.55/1 - 2.2/4) and 1/2 (1.5/3 + 4/8)
+        ("prompt_mean/micro-batch", [[[0, 2], [1, 3]]], (-0.55 + 0.5) / 2),
+    ],
+)
+def test_a_rule_that_counts_locally_gives_the_value_of_its_split_on_fx_b(name: str, split: list, expected: float) -> None:
+    assert preset_loss(name, fx_b(), split, divisor=10) == pytest.approx(expected, abs=1e-12)
+
+
+def test_without_a_divisor_the_padded_width_is_that_of_the_longest_response() -> None:
+    assert preset_loss("verl:seq-mean-token-sum-norm", fx_b(), CUT) == pytest.approx(2.75 / 4 / 8, abs=1e-12)
+    # FX-C: the width is 6, masked tokens included
+    assert preset_loss("roll:seq-mean-token-sum-norm", fx_c(), CUT) == pytest.approx(-1.5 / 6, abs=1e-12)
+
+
+# FX-C: sums -1, 2.5, -3 over 2, 5, 6 tokens, and a fourth sample that is masked out whole.
+@pytest.mark.parametrize(
+    ("name", "split", "expected"),
+    [
+        ("slime:per_token", WHOLE, -1.5 / 14),  # 13 tokens and a phantom one
+        *((name, WHOLE, -1.5 / 13) for name in ("verl:token-mean", "trl:dapo", "openrlhf:token", "skyrl:token_mean")),
+        *(
+            (name, CUT, -0.5 / 4)
+            for name in ("slime:sample_mean", "verl:seq-mean-token-mean", "trl:grpo", "skyrl:sequence_mean")
+        ),
+        *((name, CUT, -0.5 / 3) for name in ("openrlhf:sequence", "nemo-rl:sequence", "roll:seq-mean-token-mean")),
+        *((name, CUT, -1.5 / 40) for name in ("trl:dr_grpo", "oat:drgrpo", "skyrl:seq_mean_token_sum_norm", "constant")),
+        ("roll:seq-mean-token-sum", CUT, -1.5 / 3),
+        ("skyrl:prompt_mean", CUT, (1.5 / 7 - 3 / 6) / 2),
+        # rows with a token left are counted in the micro-batch: 1/2 * (-.5) + 1/2 * (.5 - .5)/2
+        ("verl-legacy:seq-mean-token-mean", CUT, -0.25),
+        ("verl-legacy:seq-mean-token-mean", WHOLE, -0.5 / 3),
+    ],
+)
+def test_a_fully_masked_row_counts_as_each_framework_says_on_fx_c(name: str, split: list, expected: float) -> None:
+    assert preset_loss(name, fx_c(), split, divisor=10) == pytest.approx(expected, abs=2e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("oat:grpo", WHOLE),
+        ("verl-legacy:token-mean", [[[0, 1], [2], [3]]]),
+        ("verl-legacy:seq-mean-token-sum", [[[3], [0, 1, 2]]]),
+    ],
+)
+def test_a_framework_without_epsilon_divides_0_by_0_where_a_piece_is_masked_out(name: str, split: list) -> None:
+    assert math.isnan(preset_loss(name, fx_c(), split))
+
+
+def test_zero_advantage_tokens_leave_prime_rls_denominator() -> None:
+    samples = fx_a()
+    samples[3]["advantage"] = 0.0  # its 8 tokens go: (-.5 + 1.5 - 2) over the other 8
+    assert preset_loss("prime-rl", samples, CUT) == pytest.approx(-1 / 8, abs=1e-12)
+    assert preset_loss("token_mean", samples, CUT) == pytest.approx(-1 / 16, abs=1e-12)
+
+
+def test_rows_and_rollouts_differ_where_a_rollout_is_split_into_samples() -> None:
+    # one rollout of 1 + 3 tokens, one of 4, one of 8; token losses -.5, .5, -.5, .5 on-policy
+    samples = fx_a()
+    for sample, rollout in zip(samples, (0, 0, 1, 2), strict=True):
+        sample["rollout_id"] = rollout
+        sample["reward"] = None
+    assert preset_loss("slime:sample_mean", samples, CUT) == pytest.approx((1.0 / 4 - 0.5 + 0.5) / 3, abs=1e-12)
+    assert preset_loss("verl:seq-mean-token-mean", samples, CUT) == pytest.approx(0.0, abs=1e-9)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_alias_leads_to_a_rule_and_says_what_it_maps_to() -> None:
+    for alias, (target, note) in ALIASES.items():
+        found = find_rule(alias)
+        assert found.preset == find_rule(target).preset
+        assert found.note == f"{alias} is taken as {target}: {note}"
+        assert len(note) > 5
+
+
+def test_dapo_names_its_three_meanings() -> None:
+    note = find_rule("dapo").note
+    assert all(part in note for part in ("prompt_mean", "token_mean", "micro-batch token means", "verl-legacy:token-mean"))
+
+
+def test_every_preset_says_how_it_is_known_and_names_what_it_divides_by() -> None:
+    for preset in PRESETS.values():
+        assert preset.evidence in EVIDENCE
+        assert preset.version
+        assert preset.option
+        assert bool(preset.divisor_is) == any(d.counted in ("divisor", "padded width") for d in preset.divides_by)
+        if preset.evidence == "second-hand":
+            assert preset.unverified
+        if preset.unverified:
+            assert preset.unverified in find_rule(preset.name).note
+
+
+def test_each_framework_has_one_default_at_most() -> None:
+    for framework in {preset.framework for preset in PRESETS.values()}:
+        assert sum(preset.is_default for preset in PRESETS.values() if preset.framework == framework) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("verl:token_mean", "unknown loss aggregation 'verl:token_mean'; verl has verl:token-mean, verl:token-sum"),
+        ("token-maen", "did you mean 'token-mean'?"),
+        ("open-instruct:-5", "open-instruct has open-instruct:token, open-instruct:constant"),
+        ("delta-l:2", "delta-l has delta-l"),
+        ("trl:grpo/rank", "only this project's modes have a scope to choose"),
+    ],
+)
+def test_a_name_that_nobody_uses_is_refused_with_those_that_exist(name: str, message: str) -> None:
+    with pytest.raises(SettingError) as error:
+        rule_named(name)
+    assert message in str(error.value)
+
+
+def test_a_missing_divisor_is_refused_by_the_name_it_has_there() -> None:
+    with pytest.raises(SettingError, match="trl:dr_grpo divides by max_completion_length"):
+        preset_loss("trl:dr_grpo", fx_b(), WHOLE)
+    for divisor in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(SettingError, match="must be a positive finite number"):
+            preset_loss("trl:dr_grpo", fx_b(), WHOLE, divisor=divisor)
+
+
+@pytest.mark.parametrize("split", [[[[0, 1, 2]]], [[[0, 1, 2, 3, 3]]], [[[0, 1, 2, 4]]], []])
+def test_a_split_that_does_not_hold_each_sample_once_is_refused(split: list) -> None:
+    with pytest.raises(RolloutError, match="each of the 4 samples exactly once"):
+        preset_loss("token_mean", fx_b(), split)
+
+
+def test_a_prompt_rule_without_group_index_is_refused_by_sample() -> None:
+    samples = [{**sample, "group_index": None} for sample in fx_b()]
+    with pytest.raises(RolloutError, match="sample 0: group_index is missing"):
+        preset_loss("skyrl:prompt_mean", samples, WHOLE)
+
+
+def test_presets_are_values_that_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PRESETS["areal"].name = "other"  # pyright: ignore[reportAttributeAccessIssue]
