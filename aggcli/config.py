@@ -20,6 +20,8 @@ from typing import Any, Literal
 from aggcli.errors import SettingError, nearest
 
 MODES: tuple[str, ...] = ("sample_mean", "prompt_mean", "token_mean", "constant")
+RULES_ELSEWHERE: tuple[str, ...] = ("areal", "balanced", "delta-l", "prime-rl", "tinker")
+"""Rules of other frameworks and of papers whose name has no colon."""
 DEFAULT_LAYOUTS: tuple[str, ...] = ("dp1:first-fit", "dp2:interleaved", "dp2:contiguous", "dp4:balanced")
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_aggregation": "sample_mean", "advantages": "grpo", "eps_clip": 0.2},
@@ -41,9 +43,14 @@ class ObjectiveConfig:
     """The loss: how tokens are weighted, clipped and penalised."""
 
     loss_aggregation: str = "sample_mean"
-    """Aggregation mode of pg_loss: sample_mean, prompt_mean, token_mean or constant."""
+    """Aggregation of pg_loss: a framework's own rule, such as verl:token-mean (see `aggcli modes`), or a mode, by the weight
+    of a masked-in token: sample_mean 1/(N*n_r), prompt_mean 1/(N*T_p), token_mean 1/T, constant 1/(N*L); N rollouts,
+    n_r, T_p, T tokens of the rollout, the prompt group, the step, L the divisor."""
     prompt_mean_scale: Literal["rollouts", "prompts"] = "rollouts"
     """prompt_mean's absolute scale: `rollouts` = 1/(N*T_p), `prompts` = 1/(P*T_p), the strict mean over prompts."""
+    normalizer: Literal["step", "rank", "micro-batch"] = "step"
+    """Where a mode's denominators are counted. Less than the step makes the loss a mean over ranks (of means over
+    micro-batches), which varies with the layout; in a replay."""
     loss_aggregation_divisor: float | None = None
     """The L of `constant` = 1/(N*L), in tokens."""
     calculate_per_token_loss: bool = False
@@ -134,7 +141,8 @@ class SourceConfig:
     """Where rollouts come from and how they are read."""
 
     rollouts: tuple[str, ...] = ()
-    """Files, folders or globs of recorded rollouts, each file one step; or `synthetic`."""
+    """Files, folders or globs of recorded rollouts, each file one step; `example`, the ones that ship with aggcli; or
+    `synthetic`."""
     rollout_format: str | None = None
     """Reader to use instead of detecting the format."""
     include_eval: bool = False
@@ -166,8 +174,10 @@ class TrainingConfig:
     """Digits of a prompt."""
     train: bool = False
     """Take optimizer steps of the small policy on the recorded rollouts, each file one step."""
+    supervised_steps: int = 0
+    """With --train: supervised steps on the dump's own responses before the first optimizer step."""
     steps: int = 100
-    """Rollout steps."""
+    """Rollout steps; with --train at most the number of recorded steps."""
     seeds: int | None = None
     """Seeds per mode in `compare`: --seed, --seed + 1, ...; default 3."""
     rollout_batch_size: int = 16
@@ -280,11 +290,11 @@ def _one_thing(asked: Mapping[str, object], values: Mapping[str, object]) -> dic
 
 def _check(config: RunConfig, asked: Mapping[str, object]) -> None:
     objective, layout, synthetic = config.objective, config.layout, config.source.synthetic
-    if objective.loss_aggregation not in MODES:
+    if not _may_be_a_rule(objective.loss_aggregation):
         mode = objective.loss_aggregation
         raise SettingError(f"unknown loss aggregation '{mode}'{nearest(mode, MODES)}")
     for mode in config.modes or ():
-        if mode not in MODES:
+        if not _may_be_a_rule(mode):
             raise SettingError(f"--modes: unknown loss aggregation '{mode}'{nearest(mode, MODES)}")
     check_divisor(objective.loss_aggregation_divisor)
     _need("eps_clip", objective.eps_clip, 0 < objective.eps_clip < 1, "above 0 and below 1")
@@ -319,13 +329,20 @@ def _check(config: RunConfig, asked: Mapping[str, object]) -> None:
         -1 <= synthetic.synthetic_length_correctness <= 1,
         "between -1 and 1",
     )
-    _check_training(config.training)
+    _check_training(config.training, config.source.rollouts)
     for name in ("synthetic_length", "synthetic_length_sigma", "synthetic_off_policy"):
         value = getattr(synthetic, name)
         _need(name, value, 0 <= value < math.inf, "a finite number of at least 0")
 
 
-def _check_training(training: TrainingConfig) -> None:
+def _may_be_a_rule(name: str) -> bool:
+    """A mode, or a name of the form that `aggcli.objective.presets` gives to other rules and looks up there."""
+    return name in (*MODES, *RULES_ELSEWHERE) or ":" in name or "@" in name
+
+
+def _check_training(training: TrainingConfig, rollouts: tuple[str, ...]) -> None:
+    if training.train and not rollouts:
+        raise SettingError("--train trains on recorded rollouts: give --rollouts PATH, or leave --train out to train on --task")
     whole = ("task_digits", "steps", "rollout_batch_size", "n_samples_per_prompt", "num_iterations", "checkpoint_every")
     for name in (*whole, "dynamic_sampling_rounds", "layers", "width", "heads", "seeds"):
         value = getattr(training, name)

@@ -17,13 +17,15 @@ from aggcli.layout.steps import layouts_of
 from aggcli.measurement.local import is_correct
 from aggcli.objective.aggregation import sample_weights, step_denominators
 from aggcli.policy.sampling import sample, uniforms
-from aggcli.policy.transformer import Parameters, PolicyConfig, shapes, stacked
+from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, shapes, stacked
 from aggcli.policy.warm_start import default_policy, load_policy, starting_policy
+from aggcli.rollouts.sources import open_source
 from aggcli.tasks import Task, make_task
 from aggcli.training.forward import make_forward
 from aggcli.training.loop import Trainer
+from aggcli.training.recorded import Recorded, RecordedSampler, prepared, supervised
 from aggcli.training.report import Reporter
-from aggcli.training.rollout import Sampler
+from aggcli.training.rollout import Sampler, StepSource
 from aggcli.training.rows import layout_in_force
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE, World
@@ -31,6 +33,7 @@ from aggcli.world import ALONE, World
 EVALUATION_STEP = 2**31 - 1
 """The step whose prompts and noise evaluate a policy: no training step draws them."""
 EVALUATION_PROMPTS = 512
+SUPERVISED_LR = 3e-3
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 
 
@@ -39,11 +42,13 @@ class Setup:
     """Everything a stack is trained with, made from the settings."""
 
     config: RunConfig
-    task: Task
+    task: Task | None
+    """None when training on recorded rollouts."""
     policy: PolicyConfig
     initial: Parameters
     response_limit: int
     device: torch.device
+    recorded: Recorded | None = None
 
 
 def device_of(config: RunConfig) -> torch.device:
@@ -65,6 +70,8 @@ def device_of(config: RunConfig) -> torch.device:
 def set_up(config: RunConfig) -> Setup:
     """Task, policy shape and warm start, on the device. Raises `SettingError`."""
     training = config.training
+    if config.source.rollouts:
+        return _set_up_recorded(config)
     device = device_of(config)
     task = make_task(training.task, digits=training.task_digits)
     limit = config.max_response_length or task.default_max_response_length
@@ -72,9 +79,30 @@ def set_up(config: RunConfig) -> Setup:
         default_policy(task, limit), layers=training.layers, width=training.width, heads=training.heads
     )
     initial = _initial(task, policy, training.warm_start)
+    return Setup(config, task, policy, _placed(initial, config, device), limit, device)
+
+
+def _set_up_recorded(config: RunConfig) -> Setup:
+    """Recorded rollouts, a policy for their vocabulary, and its supervised warm start where one is asked for."""
+    training, device = config.training, device_of(config)
+    source = open_source(config.source, config.seed)
+    recorded = prepared(source, config)
+    longest = max(int(batch.response_length_S.max()) for batch in recorded.batches)
+    policy = PolicyConfig(
+        recorded.vocabulary_size, recorded.longest, layers=training.layers, width=training.width, heads=training.heads
+    )
+    initial = initial_parameters(policy, torch.Generator().manual_seed(config.seed))
+    if training.supervised_steps:
+        initial = supervised(initial, policy, recorded, training.supervised_steps, SUPERVISED_LR)
+    shorter = dataclasses.replace(training, steps=min(training.steps, len(recorded.batches)))
+    config = dataclasses.replace(config, training=shorter)
+    limit = config.max_response_length or longest
+    return Setup(config, None, policy, _placed(initial, config, device), limit, device, recorded)
+
+
+def _placed(initial: Parameters, config: RunConfig, device: torch.device) -> Parameters:
     dtype = DTYPES[config.dtype or "float32"]
-    parameters = {name: value.detach().to(device, dtype) for name, value in initial.items()}
-    return Setup(config, task, policy, parameters, limit, device)
+    return {name: value.detach().to(device, dtype) for name, value in initial.items()}
 
 
 def _initial(task: Task, policy: PolicyConfig, path: str | None) -> Parameters:
@@ -108,10 +136,20 @@ def trainer_of(setup: Setup, runs: Sequence[RunSpec], world: World) -> Trainer:
     """The trainer of a stack."""
     config = setup.config
     layout = layout_in_force(config.layout)
-    sampler = Sampler(setup.task, setup.policy, config, setup.response_limit, world)
-    forward = make_forward(setup.policy, setup.task.prompt_length, config, layout.cp, world)
+    if setup.recorded is not None:
+        sampler: StepSource = RecordedSampler(setup.recorded)
+    else:
+        sampler = Sampler(_task(setup), setup.policy, config, setup.response_limit, world)
+    prompt_length = None if setup.task is None else setup.task.prompt_length
+    forward = make_forward(setup.policy, prompt_length, config, layout.cp, world)
     reporter = Reporter(config, recorded_layouts(config, layout), setup.response_limit)
     return Trainer(runs, setup.initial, config, sampler, forward, layout, reporter, world)
+
+
+def _task(setup: Setup) -> Task:
+    """The task of a setup that samples; recorded rollouts have none, and nothing may ask for it."""
+    assert setup.task is not None
+    return setup.task
 
 
 def recorded_layouts(config: RunConfig, in_force: Layout) -> tuple[Layout, ...]:
@@ -138,9 +176,10 @@ class Evaluation:
 
 def evaluate(setup: Setup, parameters: Parameters, seeds: Sequence[int], prompts: int = EVALUATION_PROMPTS) -> list[Evaluation]:
     """Evaluate every run of stacked parameters on `prompts` fresh prompts of its seed."""
+    task = _task(setup)
     distinct = list(dict.fromkeys(seeds))
     row_R = torch.tensor([distinct.index(seed) for seed in seeds])
-    drawn = [setup.task.prompts(seed, EVALUATION_STEP, prompts) for seed in distinct]
+    drawn = [task.prompts(seed, EVALUATION_STEP, prompts) for seed in distinct]
     prompts_RGP = torch.stack([one.tokens_SP for one in drawn])[row_R].to(setup.device)
     noise = [uniforms(seed, EVALUATION_STEP, 0, prompts, setup.response_limit) for seed in distinct]
     sampled = sample(
@@ -148,13 +187,13 @@ def evaluate(setup: Setup, parameters: Parameters, seeds: Sequence[int], prompts
         setup.policy,
         prompts_RGP,
         torch.stack(noise)[row_R].to(setup.device),
-        end_id=setup.task.end_id,
-        pad_id=setup.task.pad_id,
+        end_id=task.end_id,
+        pad_id=task.pad_id,
         temperature=setup.config.training.temperature,
     )
     answer_RG = torch.stack([one.answer_S for one in drawn])[row_R]
     length_RB = sampled.length_RB.cpu()
-    reward_RB, _ = setup.task.verify(answer_RG, sampled.tokens_RBL.cpu(), length_RB)
+    reward_RB, _ = task.verify(answer_RG, sampled.tokens_RBL.cpu(), length_RB)
     correct_RB = is_correct(reward_RB, setup.config.correct_threshold)
     return [_evaluation(correct_B, length_B.double()) for correct_B, length_B in zip(correct_RB, length_RB, strict=True)]
 
@@ -185,7 +224,7 @@ def predicted_gap(setup: Setup, modes: Sequence[str], seed: int) -> Gap:
     """How far apart the modes are before training, on the first rollout step of one seed."""
     (start,) = evaluate(setup, stacked(setup.initial, 1), [seed])
     runs = runs_of(setup.config, modes, [seed], setup.response_limit)
-    sampler = Sampler(setup.task, setup.policy, setup.config, setup.response_limit, ALONE)
+    sampler = Sampler(_task(setup), setup.policy, setup.config, setup.response_limit, ALONE)
     batch = sampler.step(runs[:1], stacked(setup.initial, 1), 0).batch
     if not batch.num_samples:
         return Gap(start, {})
@@ -210,12 +249,9 @@ def predicted_gap(setup: Setup, modes: Sequence[str], seed: int) -> Gap:
 def matched_rates(setup: Setup, runs: Sequence[RunSpec], world: World) -> list[RunSpec]:
     """The runs with learning rates scaled so that each mode's first update is as large as the first mode's of that seed.
 
-    The size of an update is the 2-norm of the change of the parameters in a trial step on the first rollouts.
+    The size of an update is the 2-norm of the change of the parameters in a trial optimizer step on the first rollouts.
     """
-    trial = trainer_of(setup, runs, world)
-    before = trial.weights.flat_RP.clone()
-    next(trial.steps())
-    size_R = torch.linalg.vector_norm((trial.weights.flat_RP - before).double(), dim=1).tolist()
+    size_R = trainer_of(setup, runs, world).first_update().tolist()
     base = {run.seed: size for run, size in reversed(list(zip(runs, size_R, strict=True)))}
     return [
         dataclasses.replace(run, lr=run.lr * base[run.seed] / size) if size else run

@@ -150,14 +150,17 @@ class RunWriter:
 
 
 def cut_off(path: Path, step: int) -> None:
-    """Keep only the whole lines of rollout steps before `step`; the file as it was stays beside it as a backup."""
+    """Keep only the whole lines of rollout steps before `step`; what is cut stays beside it, in a backup of the file."""
     if not path.exists():
         return
-    kept = [line for line in read_lines(path) if line["rollout_step"] < step]
-    backup = _first_free(path.parent, path.name + ".before-resume")
-    shutil.copy2(path, backup)
+    whole = path.read_bytes()
+    lines = [line for line in whole.splitlines(keepends=True) if line.endswith(b"\n")]
+    kept = b"".join(line for line in lines if json.loads(line)["rollout_step"] < step)
+    if kept == whole:
+        return
+    shutil.copy2(path, _first_free(path.parent, path.name + ".before-resume"))
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text("".join(to_json(line) + "\n" for line in kept), encoding="utf-8")
+    draft.write_bytes(kept)
     draft.replace(path)
 
 

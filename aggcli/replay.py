@@ -12,13 +12,12 @@ from torch import Tensor
 
 from aggcli.config import RunConfig
 from aggcli.errors import RolloutError
-from aggcli.layout.context_parallel import owner_of_tokens
 from aggcli.layout.schedule import Layout, Schedule, schedule_step
 from aggcli.layout.steps import Part, layouts_of, need_whole_groups, optimizer_steps
-from aggcli.layout.views import GlobalView, cut, whole
+from aggcli.layout.views import GlobalView, cut
 from aggcli.measurement.groups import group_values
 from aggcli.measurement.influence import influence
-from aggcli.measurement.local import TOLERANCE, Contributions, MeasureConfig, Partials, contributions, per_cell
+from aggcli.measurement.local import TOLERANCE, MeasureConfig, Partials, measure
 from aggcli.measurement.notes import notes_on_step, skipped
 from aggcli.measurement.ranks import measure_on_ranks
 from aggcli.measurement.reduce import (
@@ -32,8 +31,10 @@ from aggcli.measurement.reduce import (
     reduced_values,
 )
 from aggcli.objective.aggregation import need_groups
+from aggcli.objective.presets.facts import why_it_varies
+from aggcli.objective.presets.registry import find_rule
 from aggcli.objective.reducer import Reducer
-from aggcli.objective.step import StepInputs, step_inputs, with_advantages
+from aggcli.objective.step import StepInputs, depends_on_layout, in_layout, step_inputs, with_advantages
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
 from aggcli.world import ALONE, World
 
@@ -86,6 +87,9 @@ class StepReport:
             **self._head(rule),
             "layout": self.layouts[0].layout,
             **self.values[rule],
+            "advantages": self.advantages,
+            "empty": self.empty,
+            "layout_deviation": self.deviation,
             "skipped": self.skipped,
             "notes": self.notes,
         }
@@ -134,14 +138,17 @@ class Replay:
             for part in parts:
                 step = batch.select(torch.tensor(part.positions, dtype=torch.int64), name=part.name)
                 modes, left_out = self._usable_modes(step, batch, parts)
-                inputs = step_inputs(step, self.config.objective, modes, DTYPES[self.config.dtype or "float64"], self.reducer)
-                report = self._report(number, inputs, part, groups)
+                dtype = DTYPES[self.config.dtype or "float64"]
+                layouts = self._scheduled(step, part)
+                inputs = step_inputs(step, self.config.objective, modes, dtype, self.reducer, layouts[0][1])
+                report = self._report(number, inputs, layouts, groups)
                 notes = [*batch.notes, *left_out, *part.notes, *report.notes]
                 yield dataclasses.replace(report, source=batch.name, advantages=origin, notes=notes)
                 number += 1
 
     def _usable_modes(self, step: RolloutBatch, batch: RolloutBatch, parts: list[Part]) -> tuple[tuple[str, ...], list[str]]:
-        if "prompt_mean" not in self.modes:
+        grouped = {mode for mode in self.modes if find_rule(mode).preset.needs_groups}
+        if not grouped:
             return self.modes, []
         try:
             need_groups(step)
@@ -149,16 +156,29 @@ class Replay:
         except RolloutError as error:
             if not self.lenient:
                 raise
-            return tuple(mode for mode in self.modes if mode != "prompt_mean"), [
-                f"prompt_mean is left out: {str(error).removeprefix(step.name).lstrip(',: ')}"
+            return tuple(mode for mode in self.modes if mode not in grouped), [
+                f"{', '.join(sorted(grouped))} is left out: {str(error).removeprefix(step.name).lstrip(',: ')}"
             ]
         return self.modes, []
 
-    def _report(self, number: int, inputs: StepInputs, part: Part, groups: Values) -> StepReport:
+    def _scheduled(self, step: RolloutBatch, part: Part) -> list[tuple[Layout, Schedule]]:
+        """The layouts of the step, the one in force first, each with what it makes of the step."""
+        found = []
+        for layout in layouts_of(self.config.layout, has_recorded=part.recorded is not None):
+            schedule = part.recorded if layout.is_recorded else schedule_step(layout, step.total_length_S.tolist())
+            if schedule is None:
+                raise RolloutError(f"{step.name}: layout 'recorded': the file records none (slime train dumps do)")
+            found.append((layout, schedule))
+        return found
+
+    def _report(
+        self, number: int, inputs: StepInputs, layouts: Sequence[tuple[Layout, Schedule]], groups: Values
+    ) -> StepReport:
         step, rules = inputs.step, inputs.rules
         measuring = self._measuring(inputs)
-        reports, totals = self._layout_reports(inputs, measuring, part)
+        reports, totals = self._layout_reports(inputs, measuring, layouts)
         recorded = [report for report in reports if report.evaluated != TWIN]
+        exact = [rule for rule in rules if not depends_on_layout(rule)]
         compared = gradient_comparison(totals[0], rules, rules[0])
         whole = groups | {"rollouts": int(is_first(step.rollout_S).sum()), "prompts": _count_groups(step)}
         values = {
@@ -171,10 +191,10 @@ class Replay:
             rules=rules,
             values=values,
             layouts=[with_group_values(report, whole) for report in recorded],
-            deviation=deviation(reports),
+            deviation=deviation([_of_rules(report, exact) for report in reports]),
             advantages="",
             empty=not bool(step.loss_mask_T.any()),
-            notes=notes_on_step(inputs, values[rules[0]], recorded),
+            notes=[*notes_on_step(inputs, values, recorded), *_moving(recorded, rules, exact)],
             skipped=skipped(inputs),
             samples=_sample_columns(step, self.config.correct_threshold),
             sample_weights={rule: _weight_of_samples(step, inputs.weights[rule]) for rule in rules},
@@ -192,29 +212,42 @@ class Replay:
         )
 
     def _layout_reports(
-        self, inputs: StepInputs, measuring: MeasureConfig, part: Part
+        self, inputs: StepInputs, measuring: MeasureConfig, layouts: Sequence[tuple[Layout, Schedule]]
     ) -> tuple[list[LayoutReport], list[Partials]]:
         """One report a layout, the one in force first; on real ranks its in-process twin comes second, as a check."""
         reports, totals = [], []
-        found = contributions(whole(inputs.step, tokens=inputs.tokens, weights=inputs.weights), measuring)
-        for at, layout in enumerate(layouts_of(self.config.layout, has_recorded=part.recorded is not None)):
-            schedule = part.recorded if layout.is_recorded else schedule_step(layout, inputs.step.total_length_S.tolist())
-            if schedule is None:
-                raise RolloutError(f"{inputs.step.name}: layout 'recorded': the file records none (slime train dumps do)")
+        for at, (layout, schedule) in enumerate(layouts):
+            weights = in_layout(inputs, self.config.objective, schedule).weights
+            views = cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=weights)
             on_processes = at == 0 and self.world.size > 1
             if on_processes:
-                views = cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=inputs.weights)
                 parts, total = measure_on_ranks(self.world, views, measuring)
-                ranks = [combine(parts[rank : rank + layout.cp]) for rank in range(0, len(parts), layout.cp)]
-                reports.append(_layout_report(layout, "processes", schedule, ranks, total, inputs))
+                reports.append(_layout_report(layout, "processes", schedule, parts, total, inputs.rules))
                 totals.append(total)
-            ranks = in_process(found, schedule, measuring)
-            totals.append(combine(ranks))
+            parts = [measure(view, measuring) for view in views]
+            totals.append(combine(parts))
             how = TWIN if on_processes else "in-process"
-            reports.append(_layout_report(layout, how, schedule, ranks, totals[-1], inputs))
+            reports.append(_layout_report(layout, how, schedule, parts, totals[-1], inputs.rules))
         return reports, totals
 
 
+def _of_rules(report: LayoutReport, rules: Sequence[str]) -> LayoutReport:
+    return dataclasses.replace(report, values={rule: report.values[rule] for rule in rules})
+
+
+def _moving(reports: Sequence[LayoutReport], rules: Sequence[str], exact: Sequence[str]) -> list[str]:
+    """A note for each rule whose numbers move with the layout, as it is made to: by how much, and why."""
+    notes = []
+    for rule in rules:
+        moved = deviation([_of_rules(report, [rule]) for report in reports]) if rule not in exact else 0.0
+        if moved > MOVED:
+            reason = why_it_varies(find_rule(rule).preset) or "it is exact for equal micro-batches and ranks only"
+            notes.append(f"{rule} varies with the layout, by up to {moved:.3g}, relative: {reason}")
+    return notes
+
+
+MOVED = 1e-9
+"""Relative difference between layouts that rounding cannot explain."""
 TWIN = "in-process twin"
 """How the layout in force was evaluated a second time, to check the real ranks; never recorded."""
 
@@ -222,35 +255,23 @@ TWIN = "in-process twin"
 # -- reports --------------------------------------------------------------------------------------------------------
 
 
-def in_process(found: Contributions, schedule: Schedule, measuring: MeasureConfig) -> list[Partials]:
-    """The partial sums of every data-parallel rank of a layout, from what each sample of the step adds."""
-    rank_S = torch.empty(found.response_length_S.numel(), dtype=torch.int64)
-    for rank, partition in enumerate(schedule.partitions):
-        rank_S[list(partition)] = rank
-    parts = per_cell(found, rank_S, len(schedule.partitions), measuring)
-    for part, micro_batches in zip(parts, schedule.micro_batches, strict=True):
-        part.sums[("micro_batches",)] = float(len(micro_batches))
-    return parts
-
-
 def _layout_report(
-    layout: Layout, evaluated: str, schedule: Schedule, parts: Sequence[Partials], total: Partials, inputs: StepInputs
+    layout: Layout, evaluated: str, schedule: Schedule, parts: Sequence[Partials], total: Partials, rules: Sequence[str]
 ) -> LayoutReport:
-    owner_T = owner_of_tokens(inputs.step.total_length_S.numpy(), inputs.step.response_length_S.numpy(), layout.cp)
-    sample_T = inputs.step.sample_of_token()
-    tokens_SC = torch.zeros(inputs.step.num_samples, layout.cp, dtype=torch.int64)
-    tokens_SC.index_put_((sample_T, torch.from_numpy(owner_T)), torch.ones_like(sample_T), accumulate=True)
-    ranks = [
-        RankReport(
-            rank,
-            {rule: rank_values(part, rule) for rule in inputs.rules},
-            tokens_SC[list(partition)].sum(0).tolist(),
-            list(partition),
-            part.correct_lengths,
+    ranks = []
+    for rank, partition in enumerate(schedule.partitions):
+        own = parts[rank * layout.cp : (rank + 1) * layout.cp]
+        whole = combine(own)
+        ranks.append(
+            RankReport(
+                rank,
+                {rule: rank_values(whole, rule) for rule in rules},
+                [round(part.sums[("response_tokens",)]) for part in own],
+                list(partition),
+                whole.correct_lengths,
+            )
         )
-        for rank, (partition, part) in enumerate(zip(schedule.partitions, parts, strict=True))
-    ]
-    values = {rule: reduced_values(total, rule) for rule in inputs.rules}
+    values = {rule: reduced_values(total, rule) for rule in rules}
     return LayoutReport(layout.text, evaluated, values, ranks, total.correct_lengths)
 
 

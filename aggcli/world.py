@@ -7,14 +7,15 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from aggcli.errors import AggcliError, SettingError
+from aggcli.errors import AggcliError, ExitCode, SettingError
 
 
 class RankFailed(AggcliError):
@@ -23,6 +24,26 @@ class RankFailed(AggcliError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class PeerLost(AggcliError):
+    """Another rank went away in the middle of an exchange. Silent under our own launcher, which names the rank that died."""
+
+    exit_code = ExitCode.CHECK_FAILED
+
+
+@contextmanager
+def _exchange() -> Iterator[None]:
+    """Around every call that waits for other ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise PeerLost("" if _OURS in os.environ else f"this rank lost the others: {reason}") from error
+
+
+_OURS = "AGGCLI_LAUNCHER"
+"""Set in the ranks that `start_ranks` started."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +71,8 @@ class World:
         if self.group is None or not values:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=operation, group=self.group)
+        with _exchange():
+            dist.all_reduce(tensor, op=operation, group=self.group)
         return tensor.tolist()
 
     def gather(self, item: Any) -> list[Any]:
@@ -58,7 +80,8 @@ class World:
         if self.group is None:
             return [item]
         items: list[Any] = [None] * self.size
-        dist.gather_object(item, items if self.is_root else None, dst=0, group=self.group)
+        with _exchange():
+            dist.gather_object(item, items if self.is_root else None, dst=0, group=self.group)
         return items if self.is_root else []
 
     def everyone(self, item: Any) -> list[Any]:
@@ -66,13 +89,15 @@ class World:
         if self.group is None:
             return [item]
         items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item, group=self.group)
+        with _exchange():
+            dist.all_gather_object(items, item, group=self.group)
         return items
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors, in place, on every rank."""
         if self.group is not None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
+            with _exchange():
+                dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
         return tensor
 
     def tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -80,7 +105,8 @@ class World:
         if self.group is None:
             return [tensor]
         found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(found, tensor.contiguous(), group=self.group)
+        with _exchange():
+            dist.all_gather(found, tensor.contiguous(), group=self.group)
         return found
 
     def split(self, size: int) -> World:
@@ -89,7 +115,8 @@ class World:
             return self
         mine = World()
         for first in range(0, self.size, size):
-            group = dist.new_group(list(range(first, first + size)))
+            with _exchange():
+                group = dist.new_group(list(range(first, first + size)))
             if first <= self.rank < first + size:
                 mine = World(self.rank - first, size, group)
         return mine
@@ -100,7 +127,8 @@ class World:
             (item,) = items
             return item
         received: list[Any] = [None]
-        dist.scatter_object_list(received, list(items) if self.is_root else None, src=0, group=self.group)
+        with _exchange():
+            dist.scatter_object_list(received, list(items) if self.is_root else None, src=0, group=self.group)
         return received[0]
 
     def broadcast(self, item: Any) -> Any:
@@ -108,7 +136,8 @@ class World:
         if self.group is None:
             return item
         box = [item]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        with _exchange():
+            dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
 
@@ -125,10 +154,21 @@ def join() -> World:
     """Join the process group that the launcher describes, or be a world of one. Threads are shared out among ranks."""
     if not was_started_by_torchrun():
         return World()
-    dist.init_process_group("gloo")
+    _end_with_launcher()
+    with _exchange():
+        dist.init_process_group("gloo")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     return World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
+def _end_with_launcher() -> None:
+    """Have Linux end this rank when our launcher ends, killed ones included: a rank left alone would go on writing records."""
+    if _OURS in os.environ and sys.platform == "linux":
+        import ctypes
+
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave(world: World) -> None:
@@ -141,7 +181,9 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> None:
     """Run `python -m aggcli <arguments>` on `ranks` local processes with torch's elastic launcher, and wait for them.
 
     Raises `RankFailed` when a rank ends badly: it names the rank, and carries its exit code when the rank itself has said why.
+    Ctrl-C goes on to the ranks, which finish the step in hand.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -158,11 +200,23 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> None:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
+    os.environ[_OURS] = "1"
     try:
         elastic_launch(config, sys.executable)("-m", "aggcli", *arguments)
+    except SignalException:
+        raise RankFailed("", ExitCode.INTERRUPTED) from None
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            raise RankFailed("", failure.exitcode) from None
-        name = signal.Signals(-failure.exitcode).name
-        raise RankFailed(f"rank {rank} (process {failure.pid}) was ended by {name}", 1) from None
+        raise _cause(error.failures) from None
+    finally:
+        del os.environ[_OURS]
+
+
+def _cause(failures: Mapping[int, Any]) -> RankFailed:
+    """What ended the run. Ranks that outlive a failure lose their peer (exit code 1) or are ended by the launcher (SIGTERM):
+    those are named last."""
+    followed = (-signal.SIGTERM, PeerLost.exit_code)
+    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in followed, item[1].exitcode == -signal.SIGTERM))
+    if failure.exitcode > 0:
+        return RankFailed("", failure.exitcode)
+    name = signal.Signals(-failure.exitcode).name
+    return RankFailed(f"rank {rank} (process {failure.pid}) was ended by {name}; what was recorded is kept", 1)

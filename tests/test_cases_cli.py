@@ -203,8 +203,7 @@ def test_r75g_a_folder_for_a_file_or_a_file_for_a_folder_is_refused_in_one_line(
     assert given[1] in line
 
 
-def test_r75g_without_rollouts_or_a_command_the_user_is_told_what_to_give(tmp_path, capsys) -> None:
+def test_r75g_an_unknown_command_or_a_missing_argument_is_refused_by_name(tmp_path, capsys) -> None:
     cli = Cli(tmp_path, capsys)
-    assert "--rollouts PATH is missing" in cli("run").refusal
-    assert "--rollouts PATH is missing" in cli("compare").refusal
     assert "rnu" in cli("rnu").refusal
+    assert "Missing argument 'rollouts'" in cli("inspect").refusal

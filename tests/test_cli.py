@@ -17,6 +17,12 @@ DATA = Path(__file__).parent / "data"
 DUMP = DATA / "slime_rollout" / "0.pt"
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs without --output write into the test's own folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def fx_b_file(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "fx_b.jsonl", fx_b())

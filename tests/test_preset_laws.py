@@ -13,7 +13,8 @@ from polgrad.aggregate import Aggregation, effective_token_weights, microbatch_t
 from aggcli.audit import batch_of, preset_loss, rule_named, schedule_of
 from aggcli.config import MODES, settings_from
 from aggcli.objective.aggregation import step_denominators, token_weights
-from aggcli.objective.presets import PRESETS, can_run, find_rule, preset_weights, scoped_weights
+from aggcli.objective.presets.registry import PRESETS, find_rule
+from aggcli.objective.presets.weights import can_run, preset_weights, scoped_weights
 from tests.closed_form import token_numbers
 from tests.fixtures import Sample, fx_b, fx_d, random_fanout
 from tests.framework_loops import LOOPS, rows_of, step_loss
@@ -109,7 +110,7 @@ def test_a_mode_as_facts_is_the_mode_itself(mode: str, scale: str) -> None:
 
 
 def test_an_idle_rank_counts_in_a_mean_over_ranks() -> None:
-    assert preset_loss("token_mean/rank", fx_b(), [[[0, 1, 2, 3]], []]) == pytest.approx(2.75 / 16 / 2, abs=1e-12)
+    assert preset_loss("token_mean@rank", fx_b(), [[[0, 1, 2, 3]], []]) == pytest.approx(2.75 / 16 / 2, abs=1e-12)
     assert preset_loss("token_mean", fx_b(), [[[0, 1, 2, 3]], []]) == pytest.approx(2.75 / 16, abs=1e-12)
 
 

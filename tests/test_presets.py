@@ -11,7 +11,8 @@ import pytest
 
 from aggcli.audit import preset_loss, rule_named
 from aggcli.errors import RolloutError, SettingError
-from aggcli.objective.presets import ALIASES, EVIDENCE, PRESETS, find_rule
+from aggcli.objective.presets.facts import EVIDENCE
+from aggcli.objective.presets.registry import ALIASES, PRESETS, find_rule
 from tests.fixtures import fx_a, fx_b, fx_c
 
 DATA = Path(__file__).parent / "data"
@@ -98,7 +99,7 @@ def test_an_exact_rule_gives_its_value_on_fx_b_under_every_split(name: str, spli
         # (-.55 + 4)/9 and (1.5 - 2.2)/7, averaged
         *((name, CUT, (3.45 / 9 - 0.7 / 7) / 2) for name in ("trl:bnpo", "ms-swift:bnpo", "verl-legacy:token-mean")),
         *((name, CUT, (3.45 / 9 - 0.7 / 7) / 2) for name in ("skyrl:token_mean_legacy", "torchforge:reinforce")),
-        ("token_mean/micro-batch", CUT, (3.45 / 9 - 0.7 / 7) / 2),
+        ("token_mean@micro-batch", CUT, (3.45 / 9 - 0.7 / 7) / 2),
         ("trl:bnpo", [[[0, 3]], [[1, 2]]], (3.45 / 9 - 0.7 / 7) / 2),
         # R01: each micro-batch's token mean by its share of samples: 3/4 * (-1.25/8) + 1/4 * .5
         ("verl-legacy:token-mean", [[[0, 1, 2], [3]]], 0.0078125),
@@ -113,11 +114,11 @@ def test_an_exact_rule_gives_its_value_on_fx_b_under_every_split(name: str, spli
         ("verl-legacy:seq-mean-token-sum-norm", CUT, 0.275 / 2),
         ("verl-legacy:seq-mean-token-sum-norm", [[[0, 3]], [[1, 2]]], 0.275 / 2),
         # rank means of samples: (-.55 + .5 - .55)/3 and .5
-        ("sample_mean/rank", [[[0, 1], [2]], [[3]]], (-0.2 + 0.5) / 2),
-        ("token_mean/rank", [[[0, 1], [2]], [[3]]], (-1.25 / 8 + 0.5) / 2),
-        ("constant/rank", [[[0, 1], [2]], [[3]]], (-1.25 / 30 + 4 / 10) / 2),
+        ("sample_mean@rank", [[[0, 1], [2]], [[3]]], (-0.2 + 0.5) / 2),
+        ("token_mean@rank", [[[0, 1], [2]], [[3]]], (-1.25 / 8 + 0.5) / 2),
+        ("constant@rank", [[[0, 1], [2]], [[3]]], (-1.25 / 30 + 4 / 10) / 2),
         # each group counted within the micro-batch: 1/2 (-.55/1 - 2.2/4) and 1/2 (1.5/3 + 4/8)
-        ("prompt_mean/micro-batch", [[[0, 2], [1, 3]]], (-0.55 + 0.5) / 2),
+        ("prompt_mean@micro-batch", [[[0, 2], [1, 3]]], (-0.55 + 0.5) / 2),
     ],
 )
 def test_a_rule_that_counts_locally_gives_the_value_of_its_split_on_fx_b(name: str, split: list, expected: float) -> None:
@@ -222,7 +223,7 @@ def test_each_framework_has_one_default_at_most() -> None:
         ("token-maen", "did you mean 'token-mean'?"),
         ("open-instruct:-5", "open-instruct has open-instruct:token, open-instruct:constant"),
         ("delta-l:2", "delta-l has delta-l"),
-        ("trl:grpo/rank", "only this project's modes have a scope to choose"),
+        ("trl:grpo@rank", "only this project's modes have a scope to choose"),
     ],
 )
 def test_a_name_that_nobody_uses_is_refused_with_those_that_exist(name: str, message: str) -> None:

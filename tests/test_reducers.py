@@ -12,13 +12,11 @@ from torch import Tensor
 from aggcli.audit import batch_of, diagnose, extract, reducer_rule, schedule_of, signature_of
 from aggcli.cli.main import main
 from aggcli.errors import SettingError
-from aggcli.objective.presets import PRESETS, preset_weights
+from aggcli.objective.presets.registry import PRESETS
+from aggcli.objective.presets.weights import preset_weights
 from aggcli.testing import assert_layout_invariant
-from tests import test_audit  # registers the command where the program has not yet
 from tests.fixtures import fx_b
 from tests.reducers import CORRECT, FAULTY, in_place, local_token_count, numerator_unmasked, trl_style, verl_style
-
-assert test_audit.audit_command is not None
 
 
 @pytest.mark.parametrize("name", FAULTY)

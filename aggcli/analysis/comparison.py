@@ -47,3 +47,21 @@ def final_summary(
         summary["modes"][mode] = figures
     summary["missing"] = [name for name, _, _ in runs if name not in evaluations]
     return summary
+
+
+LAST_STEP = ("pg_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "entropy_loss", "sampler_mismatch", "grad_norm", "raw_reward")
+"""Numbers of the last optimizer step that are compared where there are no fresh prompts to evaluate on."""
+
+
+def last_step_summary(runs: Sequence[tuple[str, str, int]], last: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """`modes` -> number of the last optimizer step, mean over seeds; None where there is none. `last`: run name -> its line."""
+    modes = list(dict.fromkeys(mode for _, mode, _ in runs))
+    summary: dict[str, Any] = {"baseline": modes[0], "modes": {}}
+    for mode in modes:
+        lines = [last[name] for name, of_mode, _ in runs if of_mode == mode and name in last]
+        values = {name: [line[name] for line in lines if line.get(name) is not None] for name in LAST_STEP}
+        summary["modes"][mode] = {
+            name: dataclasses.asdict(interval(numbers)) if numbers else None for name, numbers in values.items()
+        }
+    summary["missing"] = [name for name, _, _ in runs if name not in last]
+    return summary

@@ -38,7 +38,7 @@ def preset_loss(
 ) -> float:
     """The step loss that the optimizer sees under a framework's rule: the mean over ranks of the sum over micro-batches.
 
-    `preset`: `trl:bnpo`, `verl:token-mean`, a mode, an alias, or `token_mean/micro-batch`. `samples`: dicts in the canonical
+    `preset`: `trl:bnpo`, `verl:token-mean`, a mode, an alias, or `token_mean@micro-batch`. `samples`: dicts in the canonical
     fields, log-probabilities in nats; without `advantage`, GRPO's is made from rewards. `split`: rank -> micro-batches ->
     sample positions. `divisor`: the constant or the padded width, in tokens. NaN where the framework divides 0 by 0.
 

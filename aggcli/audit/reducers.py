@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from aggcli.errors import SettingError
 from aggcli.layout.context_parallel import owner_of_tokens
 from aggcli.layout.schedule import Schedule
-from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first, ragged_positions
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
 
 Signature = Literal["slime", "matrix", "flat"]
 SIGNATURES: tuple[Signature, ...] = ("slime", "matrix", "flat")
@@ -99,22 +100,30 @@ def extract(rule: ReducerRule, step: RolloutBatch, schedule: Schedule, cp: int =
         )
         cp = 1
     owner_T = torch.from_numpy(owner_of_tokens(step.total_length_S.numpy(), step.response_length_S.numpy(), cp))
+    places = np.split(np.arange(owner_T.numel()), np.cumsum(step.response_length_S.numpy())[:-1])
     share = 1.0 / len(schedule.partitions) if rule.ranks == "mean" else 1.0
     for rank, (partition, micro_batches) in enumerate(zip(schedule.partitions, schedule.micro_batches, strict=True)):
         for micro_batch in micro_batches:
-            held = torch.tensor([partition[at] for at in micro_batch], dtype=torch.int64)
-            at_T = ragged_positions(step.response_length_S, held)
+            held = [partition[at] for at in micro_batch]
+            at_T = torch.from_numpy(np.concatenate([places[sample] for sample in held]))
             counts = _counts(rule, step, schedule, rank, cp)
             for cp_rank in range(cp):
-                found.weight_T[at_T] += share * _gradient(rule, step, held, owner_T[at_T] == cp_rank, counts, found.problems)
+                found.weight_T[at_T] += share * _gradient(
+                    rule, step, held, step.loss_mask_T[at_T], owner_T[at_T] == cp_rank, counts, found.problems
+                )
     return found
 
 
 def _gradient(
-    rule: ReducerRule, step: RolloutBatch, held: Tensor, mine_T: Tensor, counts: dict[str, Any], problems: dict[str, str]
+    rule: ReducerRule,
+    step: RolloutBatch,
+    held: list[int],
+    mask_T: Tensor,
+    mine_T: Tensor,
+    counts: dict[str, Any],
+    problems: dict[str, str],
 ) -> Tensor:
     """The weights of one micro-batch's response tokens, by two probes; NaN where the reducer fails."""
-    mask_T = step.loss_mask_T[ragged_positions(step.response_length_S, held)]
     generator = torch.Generator().manual_seed(0)
     weights = []
     for _ in range(2):
@@ -158,7 +167,7 @@ def _close(a_T: Tensor, b_T: Tensor) -> bool:
 def _call(
     rule: ReducerRule,
     step: RolloutBatch,
-    held: Tensor,
+    held: list[int],
     x_T: Tensor,
     mask_T: Tensor,
     mine_T: Tensor,

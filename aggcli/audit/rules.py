@@ -10,7 +10,9 @@ from torch import Tensor
 from aggcli.audit.reducers import ReducerRule, extract
 from aggcli.errors import SettingError
 from aggcli.layout.schedule import Schedule
-from aggcli.objective.presets import SCOPES, Preset, Scope, can_run, find_rule, in_scope, preset_weights, why_it_varies
+from aggcli.objective.presets.facts import SCOPES, Preset, why_it_varies
+from aggcli.objective.presets.registry import find_rule
+from aggcli.objective.presets.weights import can_run, preset_weights
 from aggcli.rollouts.batch import RolloutBatch
 
 
@@ -80,22 +82,16 @@ class CustomRule:
 
 
 def rule_named(name: str, *, divisor: float | None = None, normalizer: str = "step", scale: str = "rollouts") -> PresetRule:
-    """The rule of that name; `token_mean/micro-batch` (or `normalizer`) counts a mode's denominators in that scope.
+    """The rule of that name; `token_mean@micro-batch` (or `normalizer`) counts a mode's denominators in that scope.
 
     Raises `SettingError` for an unknown name.
     """
-    scopes: dict[str, Scope] = {scope: scope for scope in SCOPES}
-    named = next((scope for scope in scopes if name.endswith(f"/{scope}")), "")
-    bare = name.removesuffix(f"/{named}") if named else name
-    scope = scopes.get(named or normalizer)
-    if scope is None:
+    if normalizer not in SCOPES:
         raise SettingError(f"--normalizer {normalizer}: must be one of {', '.join(SCOPES)}")
-    found = find_rule(bare, prompt_mean_scale=scale)
-    preset, note = found.preset, found.note
-    if preset.evidence == "own":
-        preset = in_scope(preset, scope)
-    elif named:
-        raise SettingError(f"'{name}': only this project's modes have a scope to choose; {bare} counts as its framework does")
-    if preset.numerator == "unmasked":
-        note = "; ".join(filter(None, (note, f"{preset.name}: masked tokens have weight: right only if their loss is 0")))
-    return PresetRule(preset, divisor, note)
+    found = find_rule(name, prompt_mean_scale=scale)
+    if found.preset.evidence == "own" and normalizer != "step" and "@" not in name:
+        found = find_rule(f"{name}@{normalizer}", prompt_mean_scale=scale)
+    notes = [found.note]
+    if found.preset.numerator == "unmasked":
+        notes.append(f"{found.preset.name}: masked tokens have weight: right only if their loss is 0")
+    return PresetRule(found.preset, divisor, "; ".join(filter(None, notes)))

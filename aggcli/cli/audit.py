@@ -93,6 +93,7 @@ def audit(
         "layouts": list(dict.fromkeys(layout for batch in frozen for layout in _layout_texts(batch, settings))),
         "baseline": audits[0].baseline,
         "divisor": divisor or longest,
+        "length_unit": ", ".join(dict.fromkeys(batch.step.length_unit for batch in frozen)),
         "divisor_origin": "--divisor" if divisor else "the longest response",
         "reducers": {name: [vars(finding) for finding in found] for name, found in findings.items()},
     }
@@ -132,7 +133,7 @@ def _frozen(settings: RunConfig) -> list[FrozenBatch]:
 def _rules(names: Sequence[str], has_reducer: bool, normalizer: str, divisor: float, settings: RunConfig) -> list[AuditRule]:
     """The rules asked for; without --rules all of them, or with a reducer only the mode it is measured against."""
     from aggcli.audit import rule_named
-    from aggcli.objective.presets import PRESETS
+    from aggcli.objective.presets.registry import PRESETS
 
     chosen = names or (() if has_reducer else (*MODES, *PRESETS))
     scale = settings.objective.prompt_mean_scale

@@ -41,10 +41,12 @@ def compare(
     """
     settings = resolve(given, config)
     modes = settings.modes or MODES
-    if not settings.source.rollouts:
+    if settings.training.train or not settings.source.rollouts:
         if dry_run:
             return print_dry_run(settings)
-        seeds = tuple(range(settings.seed, settings.seed + (settings.training.seeds or DEFAULT_SEEDS)))
+        seeds = tuple(
+            range(settings.seed, settings.seed + (settings.training.seeds or (1 if settings.training.train else DEFAULT_SEEDS)))
+        )
         return training_command(TrainingRequest("compare", settings, modes, seeds, output, overwrite, resume, json))
     request = Request("compare", settings, modes, settings.modes is None, output, overwrite, json, samples)
     return print_dry_run(settings) if dry_run else replay_command(request)

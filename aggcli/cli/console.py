@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 Item = TypeVar("Item")
+
+_INVOCATION: ContextVar[tuple[str, ...]] = ContextVar("arguments of this invocation", default=())
+
+
+def invocation() -> list[str]:
+    """The arguments of this invocation of the program, as they were given."""
+    return list(_INVOCATION.get())
+
+
+def set_invocation(arguments: Iterable[str]) -> None:
+    _INVOCATION.set(tuple(arguments))
 
 
 def out() -> Console:

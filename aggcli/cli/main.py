@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 import aggcli
+from aggcli.cli.audit import audit
 from aggcli.cli.compare import compare
-from aggcli.cli.console import say_error
+from aggcli.cli.console import say_error, set_invocation
+from aggcli.cli.convert import convert
 from aggcli.cli.env import env
 from aggcli.cli.inspect import inspect
 from aggcli.cli.modes import modes
@@ -26,7 +28,7 @@ app = typer.Typer(
     help="How is the per-token policy loss averaged, and did my parallel layout change it?",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, compare, plot, inspect, modes, env):
+for command in (run, compare, plot, audit, inspect, convert, modes, env):
     app.command(cls=GroupedCommand)(command)
 
 
@@ -45,8 +47,10 @@ def options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    set_invocation(given)
     try:
-        code = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        code = app(given, standalone_mode=False)
     except AggcliError as error:
         if str(error):
             say_error(str(error))

@@ -16,6 +16,7 @@ import typer
 import typer.core
 
 from aggcli import config
+from aggcli.cli.console import say
 from aggcli.config import FIELDS, RunConfig, flag, read_toml, settings_from
 
 _PANELS = {
@@ -86,7 +87,24 @@ def with_settings(*, without: Iterable[str] = ()) -> Callable[[Callable[..., Any
 def resolve(given: Mapping[str, object], config_file: Path | None) -> RunConfig:
     """The checked settings: flags, then the config file, then the recipe, then defaults."""
     from_file = read_toml(config_file) if config_file is not None else {}
-    return settings_from({**from_file, **given})
+    return settings_from(_with_rule_names({**from_file, **given}))
+
+
+def _with_rule_names(asked: dict[str, object]) -> dict[str, object]:
+    """Aliases of aggregation rules by what they stand for, which is said; raises `SettingError` for a name nobody uses."""
+    from aggcli.objective.presets.registry import find_rule
+
+    for key in ("loss_aggregation", "modes"):
+        names = asked.get(key)
+        listed = [names] if isinstance(names, str) else names
+        if not isinstance(listed, (list, tuple)) or not all(isinstance(name, str) for name in listed):
+            continue  # of the wrong type, which the settings refuse by name
+        rules = [find_rule(name) for name in listed]
+        for note in (rule.note for rule in rules if rule.note):
+            say(note)
+        found = tuple(dict.fromkeys(rule.preset.name for rule in rules))
+        asked[key] = found[0] if key == "loss_aggregation" and found else found
+    return asked
 
 
 def comma_list(values: Iterable[str]) -> tuple[str, ...]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aggcli.cli.console import out, progress, say
-from aggcli.config import RunConfig, to_flat, to_toml
+from aggcli.cli.console import invocation, out, progress, say
+from aggcli.config import MODES, RunConfig, to_flat, to_toml
 from aggcli.errors import CheckFailed, ExitCode, SettingError, some
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def replay_command(request: Request) -> int:
     ranks = layout.dp * layout.cp
     if not worlds.was_started_by_torchrun():
         if ranks > 1:
-            worlds.start_ranks(ranks, sys.argv[1:])
+            worlds.start_ranks(ranks, invocation())
             return ExitCode.DONE
         return _replay_at_root(request, worlds.ALONE)
     world = worlds.join()
@@ -119,7 +118,7 @@ def _prepare(request: Request, world: World) -> tuple[Replay, Sequence[RolloutBa
     config = _with_divisor(config, request, longest)
     path = config.objective.custom_pg_loss_reducer_function_path
     reducer = load_reducer(path) if path else None
-    modes = request.modes
+    modes = counted_in(config.objective.normalizer, request.modes)
     if path and request.command == "run":
         say(f"the custom reducer {path} takes precedence over --loss-aggregation {modes[0]}")
         modes = ()
@@ -135,12 +134,20 @@ def _prepare(request: Request, world: World) -> tuple[Replay, Sequence[RolloutBa
     return Replay(config, modes, request.lenient, max(longest, 1), reducer, world), batches, head
 
 
+def counted_in(scope: str, modes: Sequence[str]) -> tuple[str, ...]:
+    """The modes with their denominators counted in that scope, by name; frameworks' rules stay as they are."""
+    return tuple(f"{mode}@{scope}" if scope != "step" and mode in MODES else mode for mode in modes)
+
+
 def _with_divisor(config: RunConfig, request: Request, longest: int) -> RunConfig:
     """The settings with the divisor in force: the user's, the recipe's, or in `compare` the longest response."""
+    from aggcli.objective.presets.registry import find_rule
+
     objective = config.objective
     given = objective.loss_aggregation_divisor
-    if "constant" not in request.modes:
-        if given is not None:
+    presets = [find_rule(mode).preset for mode in request.modes]
+    if not any(preset.needs_divisor for preset in presets):
+        if given is not None and not any(preset.divisor_is for preset in presets):
             say(f"--loss-aggregation-divisor {given:g} is unused: only constant divides by it")
         return config
     if given is None:
@@ -154,8 +161,8 @@ def need_divisor(config: RunConfig, request: Request) -> None:
     """`run` needs the divisor of `constant` from the user or the recipe."""
     if request.command == "run" and config.recipe != "dr_grpo":
         raise SettingError(
-            "--loss-aggregation constant needs --loss-aggregation-divisor L, a positive number of tokens such as the response"
-            " limit (or --recipe dr_grpo, which takes the maximum response length)"
+            f"--loss-aggregation {request.modes[0]} needs --loss-aggregation-divisor L, a positive number of tokens such as the"
+            " response limit (or --recipe dr_grpo, which takes the maximum response length)"
         )
 
 
@@ -178,7 +185,7 @@ def _records(request: Request, replay: Replay, head: dict[str, Any]) -> Iterator
     directory = records.fresh_directory(request.output, name, overwrite=request.overwrite)
     shared = {
         **head,
-        "arguments": sys.argv[1:],
+        "arguments": invocation(),
         "config": to_toml(replay.config),
         "seed": replay.config.seed,
         "environment": records.environment("cpu", torch.get_num_threads()),

@@ -37,7 +37,7 @@ def run(
     """
     settings = resolve(given, config)
     mode = settings.objective.loss_aggregation
-    if not settings.source.rollouts:
+    if settings.training.train or not settings.source.rollouts:
         if dry_run:
             return print_dry_run(settings)
         seeds = (settings.seed,)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aggcli.cli.console import out, say
+from aggcli.cli.console import invocation, out, say
 from aggcli.cli.replaying import TOLERANCE, fitted_to_launcher
-from aggcli.config import RunConfig, to_flat, to_toml
-from aggcli.errors import CheckFailed, ExitCode, RecordError
+from aggcli.config import MODES, RunConfig, to_flat, to_toml
+from aggcli.errors import AggcliError, CheckFailed, ExitCode, RecordError, SettingError
 
 if TYPE_CHECKING:
     from aggcli.grid import Evaluation, Setup
     from aggcli.records import RunWriter
-    from aggcli.training.loop import TrainedStep, Trainer
+    from aggcli.training.loop import Diverged, Trainer
     from aggcli.training.stack import RunSpec
     from aggcli.world import World
 
@@ -42,18 +41,51 @@ def training_command(request: TrainingRequest) -> int:
     """Start or join ranks where there is more than one, and train. Returns the exit code."""
     from aggcli import world as worlds
 
+    _refuse(request)
     layout = request.config.layout
     if not worlds.was_started_by_torchrun():
         if layout.dp * layout.cp > 1:
-            worlds.start_ranks(layout.dp * layout.cp, sys.argv[1:])
+            worlds.start_ranks(layout.dp * layout.cp, invocation())
             return ExitCode.DONE
         return _train(request, worlds.ALONE)
     world = worlds.join()
     try:
         config = fitted_to_launcher(request.config, world.size)
         return _train(dataclasses.replace(request, config=config), world)
+    except (AggcliError, KeyboardInterrupt) as error:
+        if world.is_root or isinstance(error, worlds.PeerLost):
+            raise
+        raise worlds.RankFailed("", getattr(error, "exit_code", ExitCode.INTERRUPTED)) from None  # the root says it once
     finally:
         worlds.leave(world)
+
+
+def _refuse(request: TrainingRequest) -> None:
+    """Refuse settings that training cannot use, before anything is started."""
+    from aggcli.layout.steps import layouts_of
+
+    config, objective, training = request.config, request.config.objective, request.config.training
+    if objective.custom_pg_loss_reducer_function_path:
+        raise SettingError(
+            "--custom-pg-loss-reducer-function-path: training weighs tokens by --loss-aggregation; a reducer of your own can be"
+            " replayed (--rollouts without --train) and audited"
+        )
+    elsewhere = [mode for mode in request.modes if mode not in MODES]
+    if elsewhere or objective.normalizer != "step":
+        what = f"--loss-aggregation {elsewhere[0]}" if elsewhere else f"--normalizer {objective.normalizer}"
+        raise SettingError(f"{what}: training knows this project's modes; other rules can be replayed (--rollouts) and audited")
+    if any(layout.is_recorded for layout in layouts_of(config.layout, has_recorded=False)):
+        raise SettingError("--layouts recorded: training makes its own schedules; name a layout such as dp2:balanced")
+    if objective.advantages == "recorded" and not config.source.rollouts:
+        raise SettingError("--advantages recorded: sampled rollouts have none recorded; choose grpo or mean_only")
+    part, group = config.layout.global_batch_size, training.n_samples_per_prompt
+    if part is None or config.source.rollouts or "prompt_mean" not in request.modes:
+        return
+    if part % group and part < training.rollout_batch_size * group:
+        raise SettingError(
+            f"--global-batch-size {part}: prompt_mean needs whole prompt groups in an optimizer step; give a multiple of"
+            f" --n-samples-per-prompt {group}"
+        )
 
 
 def _train(request: TrainingRequest, world: World) -> int:
@@ -61,6 +93,7 @@ def _train(request: TrainingRequest, world: World) -> int:
     from aggcli.training.checkpoint import load
 
     setup = grid.set_up(request.config)
+    request = dataclasses.replace(request, config=setup.config)
     runs = grid.runs_of(request.config, request.modes, request.seeds, setup.response_limit)
     if request.command == "run":
         runs = [dataclasses.replace(run, name=".") for run in runs]
@@ -75,7 +108,11 @@ def _train(request: TrainingRequest, world: World) -> int:
         _say_before(request, setup, runs, directory, resumed_at=trainer.step if request.resume else None)
     with _records(request, setup, runs, directory, world, trainer.step) as writers:
         status = _loop(trainer, writers, directory, request, world)
-    final = grid.evaluate(setup, trainer.weights.parameters, [run.seed for run in trainer.runs]) if trainer.runs else []
+        if status.interrupted:
+            raise KeyboardInterrupt
+    final: Sequence[Evaluation] = []
+    if setup.task is not None and trainer.runs:
+        final = grid.evaluate(setup, trainer.weights.parameters, [run.seed for run in trainer.runs])
     return _finish(request, setup, runs, trainer, final, directory, status) if world.is_root else ExitCode.DONE
 
 
@@ -94,6 +131,8 @@ def _loop(trainer: Trainer, writers: dict[str, RunWriter], directory: Path, requ
     from aggcli.training.report import deviation
 
     status = _Status()
+    if world.is_root:
+        _note_diverged(trainer.gone, status, writers)
     every = request.config.training.checkpoint_every
     with _stop_requested() as stop, progress_of(request.config.training.steps, trainer.step) as show:
         for done in trainer.steps():
@@ -103,13 +142,15 @@ def _loop(trainer: Trainer, writers: dict[str, RunWriter], directory: Path, requ
                         _write(writers[report.run.name], number, done.step, report)
                         status.deviation = max(status.deviation, deviation(report))
                         status.silent_steps += report.values.get("zero_variance_groups") == report.values.get("groups")
-                _note_diverged(done, status, writers)
+                _note_diverged(done.diverged, status, writers)
                 show(done)
             stopping = any(world.everyone(bool(stop)))
             if stopping or trainer.step % every == 0 or trainer.step == request.config.training.steps:
                 _save(trainer, directory, world)
             if stopping:
                 status.interrupted = True
+                if world.is_root:
+                    say(f"stopped after {trainer.step} steps; go on with --resume --output {directory}")
                 break
     return status
 
@@ -139,9 +180,9 @@ def _stop_requested() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _note_diverged(done: TrainedStep, status: _Status, writers: dict[str, RunWriter]) -> None:
-    for gone in done.diverged:
-        text = f"run {gone.run.mode}, seed {gone.run.seed} diverged before step {gone.step}: {gone.what}; its records are kept"
+def _note_diverged(ended: Sequence[Diverged], status: _Status, writers: dict[str, RunWriter]) -> None:
+    for gone in ended:
+        text = f"run {gone.run.mode}, seed {gone.run.seed} diverged in step {gone.step}: {gone.what}; its records are kept"
         status.diverged.append(text)
         writers[gone.run.name].manifest["diverged"] = text
         say(text)
@@ -176,7 +217,11 @@ def _chosen_directory(request: TrainingRequest) -> Path:
         return records.fresh_directory(request.output, name, overwrite=request.overwrite)
     if request.output is None:
         raise RecordError("--resume needs --output DIR, the results directory to go on with")
+    if _is_blank(request.output):
+        return request.output
     manifest = records.read_manifest(request.output)
+    if manifest["command"] != request.command:
+        raise RecordError(f"--resume: {request.output} was made by `aggcli {manifest['command']}`; resume it by that command")
     now = to_flat(request.config)
     for name, value in manifest["settings"].items():
         mine = list(v) if isinstance(v := now.get(name), tuple) else v
@@ -185,6 +230,13 @@ def _chosen_directory(request: TrainingRequest) -> Path:
                 f"--resume: {name} is {mine} now and was {value} in {request.output}; a resumed run keeps its settings"
             )
     return request.output
+
+
+def _is_blank(directory: Path) -> bool:
+    """A directory that a run has made and was killed before it wrote what it is."""
+    from aggcli import records
+
+    return directory.is_dir() and all(path.name == records.MANIFEST + ".tmp" for path in directory.iterdir())
 
 
 @contextmanager
@@ -201,7 +253,7 @@ def _records(
         return
     shared = {
         "command": request.command,
-        "arguments": sys.argv[1:],
+        "arguments": invocation(),
         "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in to_flat(request.config).items()},
         "config": to_toml(request.config),
         "response_limit": setup.response_limit,
@@ -227,7 +279,9 @@ def _close(directory: Path, manifest: dict[str, Any], error: BaseException | Non
 
 
 def _manifest(run: RunSpec, shared: dict[str, Any]) -> dict[str, Any]:
-    own = {"mode": run.mode, "seed": run.seed, "lr": run.lr, "divisor": run.objective.loss_aggregation_divisor}
+    factor = run.lr / shared["settings"]["lr"]
+    divisor = run.objective.loss_aggregation_divisor
+    own = {"mode": run.mode, "seed": run.seed, "lr": run.lr, "lr_factor": factor, "divisor": divisor}
     return {"kind": "run", **own, **shared}
 
 
@@ -258,6 +312,8 @@ def _say_before(
         say("one rollout per prompt: every advantage is 0, so there is no signal; raise --n-samples-per-prompt")
     if resumed_at is not None:
         say(f"resuming {directory} at step {resumed_at}")
+    if setup.task is None:
+        return
     gap = predicted_gap(setup, request.modes, request.seeds[0])
     say(
         f"before training: accuracy {gap.start.accuracy:.3f}, response length {gap.start.response_length:.1f} tokens"
@@ -277,20 +333,15 @@ def _finish(
     directory: Path,
     status: _Status,
 ) -> int:
-    from aggcli.analysis.comparison import final_summary
     from aggcli.records import to_json, update_manifest
-    from aggcli.report.training_tables import training_table
+    from aggcli.report.training_tables import last_step_table, training_table
 
-    if status.interrupted:
-        say(f"stopped at step {trainer.step}; go on with --resume --output {directory}")
-        return ExitCode.INTERRUPTED
-    by_run = {run.name: dataclasses.asdict(e) for run, e in zip(trainer.runs, final, strict=True)}
-    summary = final_summary([(run.name, run.mode, run.seed) for run in runs], by_run)
+    summary = _summary(setup, runs, trainer, final, directory)
     update_manifest(directory, final=summary)
     if request.json:
         print(to_json({"schema": 1, "results": str(directory), **summary, **_steps_json(request, directory)}))
     else:
-        out().print(training_table(summary))
+        out().print(last_step_table(summary) if setup.task is None else training_table(summary))
     if request.command == "compare":
         _draw(directory)
     if status.silent_steps:
@@ -302,6 +353,21 @@ def _finish(
     if status.diverged:
         raise CheckFailed(f"{len(status.diverged)} of {len(runs)} runs diverged: {status.diverged[0]}")
     return ExitCode.DONE
+
+
+def _summary(
+    setup: Setup, runs: Sequence[RunSpec], trainer: Trainer, final: Sequence[Evaluation], directory: Path
+) -> dict[str, Any]:
+    """Final figures on fresh prompts; on recorded rollouts, which have no fresh prompts, the numbers of the last step."""
+    from aggcli import records
+    from aggcli.analysis.comparison import final_summary, last_step_summary
+
+    names = [(run.name, run.mode, run.seed) for run in runs]
+    if setup.task is not None:
+        by_run = {run.name: dataclasses.asdict(e) for run, e in zip(trainer.runs, final, strict=True)}
+        return final_summary(names, by_run)
+    lines = {run.name: list(records.read_lines(directory / run.name / records.METRICS)) for run in runs}
+    return last_step_summary(names, {name: found[-1] for name, found in lines.items() if found})
 
 
 def _steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
@@ -333,6 +399,10 @@ def _draw(directory: Path) -> None:
 
     folder = directory / "figures"
     folder.mkdir(exist_ok=True)
-    with context():
-        save(learning_curves(read_frames([directory])), folder / "learning_curves.png")
-    say(f"figure: {folder / 'learning_curves.png'}")
+    try:
+        with context():
+            save(learning_curves(read_frames([directory])), folder / "learning_curves.png")
+    except RecordError as error:
+        say(str(error))
+    else:
+        say(f"figure: {folder / 'learning_curves.png'}")

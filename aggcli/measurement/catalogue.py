@@ -90,7 +90,7 @@ METRICS = {
             "",
             "masked-in tokens",
             "norm",
-            "2-norm of the loss's gradient by what is trained: parameters (before clipping), or in replay the log-probabilities",
+            "2-norm of the loss's gradient by what is trained: parameters (before clipping), in replay log-probabilities",
         ),
         Metric("total_weight", "", "masked-in tokens", "weighted", "sum of the mode's weights"),
         Metric("samples", "training samples", "the step", "count", "training samples, siblings of a fan-out apart"),

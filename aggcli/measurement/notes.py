@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aggcli.errors import some
 from aggcli.measurement.reduce import LayoutReport, Values
@@ -36,9 +36,10 @@ def skipped(inputs: StepInputs) -> dict[str, str]:
     return found
 
 
-def notes_on_step(inputs: StepInputs, values: Values, layouts: Sequence[LayoutReport]) -> list[str]:
-    """Plain sentences about one step. `values`: those of the first rule."""
-    return [*_on_data(inputs, values), *_on_loss(inputs, values), *_on_ranks(layouts)]
+def notes_on_step(inputs: StepInputs, values: Mapping[str, Values], layouts: Sequence[LayoutReport]) -> list[str]:
+    """Plain sentences about one step. `values`: the numbers of each rule."""
+    first = values[inputs.rules[0]]
+    return [*_on_data(inputs, first), *_on_groups(inputs, first), *_on_loss(inputs, values), *_on_ranks(layouts)]
 
 
 def _on_data(inputs: StepInputs, values: Values) -> list[str]:
@@ -57,25 +58,30 @@ def _on_data(inputs: StepInputs, values: Values) -> list[str]:
     return notes
 
 
-def _on_loss(inputs: StepInputs, values: Values) -> list[str]:
-    notes = []
-    loss, norm = values.get("pg_loss"), values.get("grad_norm")
+def _on_groups(inputs: StepInputs, values: Values) -> list[str]:
     groups, flat = values.get("groups"), values.get("zero_variance_groups")
-    if groups and flat:
-        if flat == groups:
-            kl = "; what moves the policy is the KL term alone" if values.get("kl_loss") and norm else ""
+    advantages_T = inputs.tokens.get("advantages")
+    if not groups or not flat or advantages_T is None:
+        return []
+    if advantages_T[inputs.tokens["loss_mask"]].any():
+        return [f"zero-variance groups {flat:g}/{groups:g}: equal rewards, so advantages made from them are 0"]
+    kl = "; what moves the policy is the KL term alone" if values.get("kl_loss") and values.get("grad_norm") else ""
+    return [
+        f"zero-variance groups {flat:g}/{groups:g}: every advantage is 0, so pg_loss is exactly 0 and there is no signal{kl}"
+        " (the spread of rewards over the whole batch does not matter)"
+    ]
+
+
+def _on_loss(inputs: StepInputs, values: Mapping[str, Values]) -> list[str]:
+    notes = []
+    for rule in inputs.rules:
+        loss, norm = values[rule].get("pg_loss"), values[rule].get("grad_norm")
+        if loss is not None and abs(loss) < ZERO and norm:
             notes.append(
-                f"zero-variance groups {flat:g}/{groups:g}: every advantage is 0, so pg_loss is exactly 0 and there is no"
-                f" signal{kl} (the spread of rewards over the whole batch does not matter)"
+                f"pg_loss is 0 but the gradient is not (norm {norm:.4g}): with ratios of 1, advantages centred in each group"
+                f" cancel under {rule}; this is how a step starts, not a fault"
             )
-        else:
-            notes.append(f"zero-variance groups {flat:g}/{groups:g}: their advantages are 0")
-    if loss is not None and abs(loss) < ZERO and norm:
-        notes.append(
-            f"pg_loss is 0 but the gradient is not (norm {norm:.4g}): with ratios of 1, advantages centred in each group"
-            f" cancel under {inputs.rules[0]}; this is how a step starts, not a fault"
-        )
-    if inputs.has_ratio and values.get("ratio_deviation") == 0:
+    if inputs.has_ratio and values[inputs.rules[0]].get("ratio_deviation") == 0:
         notes.append("every ratio is exactly 1: clipfrac and KL are 0 because nothing was updated since sampling")
     return notes
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from aggcli.config import ObjectiveConfig
+from aggcli.config import MODES, ObjectiveConfig
 from aggcli.errors import RolloutError
+from aggcli.layout.schedule import Schedule
 from aggcli.objective.advantages import group_advantages
 from aggcli.objective.aggregation import step_denominators, token_weights
+from aggcli.objective.presets.registry import find_rule
+from aggcli.objective.presets.weights import preset_weights
 from aggcli.objective.reducer import Reducer, reducer_weights
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 
@@ -64,9 +67,11 @@ def step_inputs(
     modes: tuple[str, ...],
     dtype: torch.dtype,
     reducer: Reducer | None = None,
+    schedule: Schedule | None = None,
 ) -> StepInputs:
     """Per-token inputs and weights of one optimizer step, whose `advantages_T` are already set (or None).
 
+    `schedule`: the layout in force, which other frameworks' rules may depend on; default: the step in one piece.
     With `reducer`, the rule `custom` is added to `modes`. Raises `RolloutError` naming a sample without group_index under
     prompt_mean, and when a KL or entropy coefficient has nothing to act on.
     """
@@ -81,7 +86,10 @@ def step_inputs(
         _check_ratio(step, tokens, dtype)
     needed = dict.fromkeys((*rules, *metric_rule.values()))
     denominators = step_denominators(step, prompt_sums="prompt_mean" in needed)
-    weights = {rule: token_weights(rule, step, denominators, objective) for rule in needed if rule != CUSTOM}
+    weights = {rule: token_weights(rule, step, denominators, objective) for rule in needed if rule in MODES}
+    for rule in needed:
+        if rule != CUSTOM and rule not in MODES:
+            weights[rule] = _weights_elsewhere(rule, step, objective, schedule or in_one_piece(step))
     if reducer is not None:
         weights[CUSTOM] = _custom_weights(reducer, step, objective, denominators["num_rollouts"])
     return StepInputs(
@@ -92,6 +100,37 @@ def step_inputs(
         metric_rule,
         has_ratio,
     )
+
+
+def in_one_piece(step: RolloutBatch) -> Schedule:
+    """The layout of one rank that takes the whole step as one micro-batch."""
+    whole = tuple(range(step.num_samples))
+    return Schedule((whole,), ((whole,),))
+
+
+def depends_on_layout(rule: str) -> bool:
+    """Whether a layout can change the weights of the rule; never those of a mode or a custom reducer called on the step."""
+    return rule not in (*MODES, CUSTOM) and find_rule(rule).preset.depends_on_layout
+
+
+def in_layout(inputs: StepInputs, objective: ObjectiveConfig, schedule: Schedule) -> StepInputs:
+    """The inputs with the weights that rules have under another layout. Raises `RolloutError` for one that divides 0 by 0."""
+    moved = {
+        rule: _weights_elsewhere(rule, inputs.step, objective, schedule) for rule in inputs.rules if depends_on_layout(rule)
+    }
+    return replace(inputs, weights=inputs.weights | moved) if moved else inputs
+
+
+def _weights_elsewhere(rule: str, step: RolloutBatch, objective: ObjectiveConfig, schedule: Schedule) -> Tensor:
+    """The weights of a framework's rule or of a mode counted in less than the step, 0 where the loss mask is 0."""
+    preset = find_rule(rule, prompt_mean_scale=objective.prompt_mean_scale).preset
+    weight_T = preset_weights(preset, step, schedule, divisor=objective.loss_aggregation_divisor)
+    if torch.isnan(weight_T).any():
+        raise RolloutError(
+            f"{step.name}: {rule} divides 0 by 0, since a piece of this step is fully masked under one of the layouts; leave"
+            " that layout out with --layouts, or audit the rule"
+        )
+    return torch.where(step.loss_mask_T, weight_T, 0.0)
 
 
 def _streams(step: RolloutBatch) -> tuple[dict[str, Tensor], bool]:

@@ -13,24 +13,29 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-NORM_EPSILON = 1e-6
+SMALLEST_NORM = 1e-12
+"""A norm never divides by less, so that a row of zeros stays one."""
 FEWEST_KEYS = 16
 """Scores are padded to this many keys: a softmax over fewer than one vector register is ten times slower."""
 
 
-def call(function: type[Function], *arguments: object) -> Tensor:
-    """`function.apply`, which torch leaves without a type."""
-    return function.apply(*arguments)  # type: ignore[no-any-return]
+def call(function: type[Function], *arguments: Any) -> Tensor:
+    """`function.apply`; under autocast with everything in the autocast type, so that the backward pass finds it so too."""
+    device = arguments[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return function.apply(*arguments)  # type: ignore[no-any-return]
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        return function.apply(*(value.to(dtype) if isinstance(value, Tensor) else value for value in arguments))  # type: ignore[no-any-return]
 
 
 class RMSNorm(Function):
-    """`x / sqrt(mean(x^2) + epsilon)` over the last axis, without a gain (Zhang, Sennrich 2019)."""
+    """`x / sqrt(mean(x^2))` over the last axis, without a gain (Zhang, Sennrich 2019)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        size = x.shape[-1]
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(size)
-        inverse_rms = mean_square.add_(NORM_EPSILON).rsqrt_()
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(SMALLEST_NORM)
+        inverse_rms = norm.reciprocal_().mul_(x.shape[-1] ** 0.5)
         normed = x * inverse_rms
         ctx.save_for_backward(normed, inverse_rms)
         return normed

@@ -34,14 +34,15 @@ def response_log_probs(
     vocabulary projection is computed only where a response token is predicted.
     """
     check_length(config, tokens_RBL.shape[-1])
-    if isinstance(prompt_length, int) and length_RB is not None:
-        return packed_log_probs(
-            parameters, config, pack(tokens_RBL, prompt_length, length_RB), temperature=temperature, entropy=entropy
-        )
     R, B, L = tokens_RBL.shape
+    if isinstance(prompt_length, int) and length_RB is not None:
+        packing = pack(tokens_RBL, prompt_length, length_RB).to(parameters["head"].device)
+        return packed_log_probs(parameters, config, packing, temperature=temperature, entropy=entropy)
     prompt_RB = torch.as_tensor(prompt_length, device=tokens_RBL.device).expand(R, B)
-    length_RB = L - prompt_RB if length_RB is None else length_RB
-    column_C = torch.arange(int(length_RB.max()), device=tokens_RBL.device)
+    if length_RB is None:
+        length_RB = L - prompt_RB
+    longest = L - prompt_length if isinstance(prompt_length, int) else int(length_RB.max())
+    column_C = torch.arange(longest, device=tokens_RBL.device)
     valid_RBC = column_C < length_RB[:, :, None]
     place_RBC = (prompt_RB[:, :, None] + column_C).clamp(max=L - 1)
     hidden_RBLD = hidden(parameters, config, tokens_RBL)
@@ -83,7 +84,8 @@ def packed_log_probs(
 def _log_softmax(parameters: Parameters, hidden_RTD: Tensor, temperature: float) -> Tensor:
     """Log-probabilities [R, V, T]: with tokens innermost, sums over a small vocabulary run at full vector width."""
     logits_RVT = torch.bmm(parameters["head"].mT, hidden_RTD.mT)
-    return torch.log_softmax(logits_RVT if temperature == 1.0 else logits_RVT / temperature, 1)
+    scaled_RVT = logits_RVT if temperature == 1.0 else logits_RVT / temperature
+    return torch.log_softmax(scaled_RVT, 1, dtype=parameters["head"].dtype)  # autocast ends here
 
 
 def _entropy(log_probs_RVT: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ positions (columns), T tokens of the flat list, b rows of one bin.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,11 +51,17 @@ class Packing:
     target_RBC: Tensor
     valid_RBC: Tensor
 
+    def to(self, device: torch.device | str) -> Packing:
+        """The same packing on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        bins = tuple(dataclasses.replace(piece, prompt_N=piece.prompt_N.to(device)) for piece in self.bins)
+        return dataclasses.replace(self, bins=bins, **moved)
+
 
 def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor) -> Packing:
     """Lay out right-padded rows of prompt (always `prompt_length` tokens) and response (`length_RB` tokens).
 
-    The arithmetic is done on the host; only the results go to the device of `tokens_RBL`.
+    Done on the host: the result is on the CPU.
     """
     tokens = tokens_RBL.cpu().numpy()
     length = length_RB.cpu().numpy()
@@ -78,24 +85,24 @@ def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor) -> Packing:
         parts.append(tokens[flat_R1[:, :, None], rows_Rb[:, :, None], column].reshape(R, -1))
         places.append(np.tile(prompt_length + place, (R, count)))
         at_RBC[flat_R1, rows_Rb, 1 : width + 1] = filled + np.arange(count * width).reshape(count, width)
-        bins.append(Bin(count, width, _to((prompt_RB[flat_R1, rows_Rb] + flat_R1 * G).ravel(), tokens_RBL)))
+        bins.append(Bin(count, width, _tensor((prompt_RB[flat_R1, rows_Rb] + flat_R1 * G).ravel())))
         filled += count * width
     valid_RBC = np.arange(C) < length[:, :, None]
     target_RBC = np.where(valid_RBC, tokens[:, :, prompt_length : prompt_length + C], 0)
     return Packing(
-        tokens_RT=_to(np.concatenate(parts, 1), tokens_RBL),
-        positions_RT=_to(np.concatenate(places, 1), tokens_RBL),
+        tokens_RT=_tensor(np.concatenate(parts, 1)),
+        positions_RT=_tensor(np.concatenate(places, 1)),
         prompts=G,
         prompt_length=prompt_length,
         bins=tuple(bins),
-        predicted_at_RBC=_to(np.where(valid_RBC, at_RBC, 0), tokens_RBL),
-        target_RBC=_to(target_RBC, tokens_RBL),
-        valid_RBC=_to(valid_RBC, tokens_RBL),
+        predicted_at_RBC=_tensor(np.where(valid_RBC, at_RBC, 0)),
+        target_RBC=_tensor(target_RBC),
+        valid_RBC=_tensor(valid_RBC),
     )
 
 
-def _to(array: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def _distinct_prompts(prompt_RBP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

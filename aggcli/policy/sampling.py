@@ -4,7 +4,7 @@ One uniform number per (sample, position) decides each token through the inverse
 noise of a sample does not depend on its place in a batch, a stack or a rank, nor on which other samples have finished.
 
 Axis letters: R runs, G prompts, B rows (B is a multiple of G), P prompt positions, L response positions, V vocabulary,
-D width, H heads, N = R * rows still in the batch, flat.
+D width, H heads, d = D / H, X = 3 * D, N = R * rows still in the batch, flat.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aggcli.policy.kernels import SMALLEST_NORM
 from aggcli.policy.transformer import (
-    Attend,
+    BLOCK_WEIGHTS,
     Parameters,
     PolicyConfig,
     attend_rows,
     body,
     check_length,
     embedded,
-    heads,
-    project,
 )
 from aggcli.tasks.chance import SAMPLING, uniform
 
 COMPACT_AT = 0.7
 """Finished rows leave once at most this share of the rows is still wanted."""
-CHECK_EVERY = {"cpu": 1, "cuda": 8}
+CHECK_EVERY = {"cpu": 2, "cuda": 8}
 """Tokens between two looks at how many rows are unfinished; a look waits for the device."""
 
 
@@ -88,62 +87,55 @@ def sample(
 class _Decoder:
     """The rows still in the batch: `rows` of each run, the same number in every run, flat as N = R * rows.
 
-    Caches are time-first, [P + L, N, H, D/H], so that a new token is one contiguous write. Drawn tokens are kept in lists
-    until a compaction, or the end, moves them to their place.
+    Caches are place-first, [2, P + L, N, H, d], so that a new token is one write and attention reads one block. Drawn tokens
+    are kept in lists until a compaction, or the end, moves them to their place.
     """
 
     def __init__(
         self, parameters: Parameters, config: PolicyConfig, prompts_RGP: Tensor, uniforms_RBL: Tensor, temperature: float
     ) -> None:
-        weights = parameters["head"]
         self.runs, self.rows, self.length = uniforms_RBL.shape
         self.prompt_length = prompts_RGP.shape[-1]
         check_length(config, self.prompt_length + self.length)
-        self.config, self.parameters = config, _decoding(parameters, config, temperature)
-        self.run_offset_R1 = torch.arange(self.runs, device=weights.device)[:, None]
-        noise_NL = (
-            uniforms_RBL.flatten(0, 1).to(weights.device, weights.dtype).clamp(max=1 - torch.finfo(weights.dtype).eps / 2)
-        )
-        self.noise_LN = noise_NL.t().contiguous()
-        self.slot_N = torch.arange(self.runs * self.rows, device=weights.device)
+        device, dtype = parameters["head"].device, parameters["head"].dtype
+        self.config, self.weights = config, _Weights.of(parameters, config, temperature)
+        self.run_offset_R1 = torch.arange(self.runs, device=device)[:, None]
+        below_1 = 1 - torch.finfo(dtype).eps / 2  # rounding must not make a number 1
+        self.noise_LN = uniforms_RBL.flatten(0, 1).to(device, dtype).clamp(max=below_1).t().contiguous()
+        self.slot_N = torch.arange(self.runs * self.rows, device=device)
         self.ended_N = torch.zeros_like(self.slot_N, dtype=torch.bool)
         self.drawn: list[Tensor] = []
         self.log_probs: list[Tensor] = []
         self.moved = 0  # tokens already at their place in the outputs
-        self.tokens_LS = torch.zeros(self.length, self.runs * self.rows, dtype=torch.int64, device=weights.device)
-        self.log_probs_LS = weights.new_zeros(self.tokens_LS.shape)
+        self.tokens_LS = torch.zeros(self.length, self.runs * self.rows, dtype=torch.int64, device=device)
+        self.log_probs_LS = torch.zeros(self.tokens_LS.shape, dtype=dtype, device=device)
         self._prefill(parameters, prompts_RGP)
 
     def _prefill(self, parameters: Parameters, prompts_RGP: Tensor) -> None:
         """Read each prompt once; its keys, values and next-token logits go to all rows of its group."""
         R, G, P = prompts_RGP.shape
         repeats = self.rows // G
-        within_group, caches = attend_rows(self.config, G), []
+        within_group = attend_rows(self.config, G)
+        self.caches: list[Tensor] = []
 
         def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
-            _, key, value = heads(self.config, qkv_RTX.view(R * G, P, -1))
-            for part in (key, value):
-                cache = part.new_empty(P + self.length, R * G, repeats, self.config.heads, self.config.head_width)
-                cache[:P] = part.permute(2, 0, 1, 3)[:, :, None]
-                caches.append(cache.flatten(1, 2))
+            kv = qkv_RTX.view(R * G, P, 3, self.config.heads, -1)[:, :, 1:].permute(2, 1, 0, 3, 4)
+            cache = kv.new_empty(2, P + self.length, R * G, repeats, *kv.shape[3:])
+            cache[:, :P] = kv.unsqueeze(3)
+            self.caches.append(cache.flatten(2, 3))
             return within_group(layer, qkv_RTX)
 
         positions_RT = torch.arange(P, device=prompts_RGP.device).repeat(R, G)
         x_RTD = embedded(parameters, prompts_RGP.reshape(R, G * P), positions_RT)
         last_RGD = body(parameters, self.config, x_RTD, attend).view(R, G, P, -1)[:, :, -1]
-        self.caches = list(zip(caches[::2], caches[1::2], strict=True))
-        self.logits_RVB = self._logits(last_RGD).repeat_interleave(repeats, -1)
-
-    def _logits(self, last_RBD: Tensor) -> Tensor:
-        """Next-token logits [R, V, B]: with rows innermost, sums over a small vocabulary run at full vector width."""
-        return torch.bmm(self.parameters["head"].mT, last_RBD.mT)
+        self.logits_RVB = torch.bmm(self.weights.head.mT, _direction(last_RGD).mT).repeat_interleave(repeats, -1)
 
     def draw(self, t: int) -> Tensor:
         """The token of response position t of each row, by inverse CDF."""
         log_probs_RVB = torch.log_softmax(self.logits_RVB, 1)
         below_RVB = log_probs_RVB.exp().cumsum(1)
         threshold_R1B = self.noise_LN[t].view(self.runs, 1, self.rows) * below_RVB[:, -1:]  # the sum is 1 up to rounding
-        token_R1B = (below_RVB <= threshold_R1B).sum(1, keepdim=True)
+        token_R1B = (below_RVB <= threshold_R1B).sum(1, keepdim=True).clamp_(max=below_RVB.shape[1] - 1)
         token_N = token_R1B.flatten()
         self.drawn.append(token_N)
         self.log_probs.append(log_probs_RVB.gather(1, token_R1B).flatten())
@@ -151,30 +143,24 @@ class _Decoder:
 
     def read(self, t: int) -> None:
         """Feed the tokens just drawn, at response position t, and compute the next logits."""
-        place = self.prompt_length + t
-        weights, config = self.parameters, self.config
-        R, V, D = weights["embedding"].shape
-        token_N = (self.drawn[-1].view(R, self.rows) + self.run_offset_R1 * V).flatten()
-        x_RBD = weights["embedding"].view(R * V, D).index_select(0, token_N).view(R, self.rows, D)
-        x_RBD += weights["position"][:, place : place + 1]
-        last_RBD = body(weights, config, x_RBD, self._attend(place))
-        self.logits_RVB = self._logits(last_RBD)
+        place, weights = self.prompt_length + t, self.weights
+        token_RB = self.drawn[-1].view(self.runs, self.rows) + self.run_offset_R1 * self.config.vocabulary_size
+        x_RBD = weights.embedding_LVD[place].index_select(0, token_RB.flatten()).view(self.runs, self.rows, -1)
+        for cache, (qkv, attention_out, mlp_in, mlp_out) in zip(self.caches, weights.layers, strict=True):
+            mixed_RBD = self._attend(torch.bmm(_direction(x_RBD), qkv), cache, place)
+            x_RBD = torch.baddbmm(x_RBD, mixed_RBD, attention_out)
+            x_RBD = torch.baddbmm(x_RBD, torch.bmm(_direction(x_RBD), mlp_in).relu_(), mlp_out)
+        self.logits_RVB = torch.bmm(weights.head.mT, _direction(x_RBD).mT)
 
-    def _attend(self, place: int) -> Attend:
+    def _attend(self, qkv_RBX: Tensor, cache: Tensor, place: int) -> Tensor:
         """One query a row over the cache; products and sums, since the matrix products would be tiny."""
-        config = self.config
-        ones = self.noise_LN.new_ones(config.head_width)
-
-        def attend(layer: int, qkv_RBX: Tensor) -> Tensor:
-            query_NHd, new_key, new_value = qkv_RBX.view(-1, 3, config.heads, config.head_width).unbind(1)
-            key_LNHd, value_LNHd = self.caches[layer]
-            key_LNHd[place], value_LNHd[place] = new_key, new_value
-            product = (key_LNHd[: place + 1] * query_NHd).view(-1, config.head_width)
-            weight_LNH = torch.mv(product, ones).view(place + 1, -1, config.heads).softmax(0)
-            mixed = (value_LNHd[: place + 1] * weight_LNH.unsqueeze(-1)).sum(0)
-            return mixed.view(self.runs, self.rows, config.width)
-
-        return attend
+        heads, width = self.config.heads, self.config.head_width
+        parts = qkv_RBX.view(-1, 3, heads, width)
+        cache[:, place] = parts[:, 1:].transpose(0, 1)
+        key_LNHd, value_LNHd = cache[:, : place + 1].unbind(0)
+        product = (key_LNHd * parts[:, 0]).view(-1, width)
+        weight_LNH1 = torch.mv(product, self.weights.ones).view(place + 1, -1, heads, 1).softmax(0)
+        return (value_LNHd * weight_LNH1).sum(0).view(self.runs, self.rows, -1)
 
     def note_ended(self, ended_N: Tensor) -> None:
         self.ended_N |= ended_N
@@ -189,7 +175,7 @@ class _Decoder:
         kept_N = (order_RB + self.run_offset_R1 * self.rows).flatten()
         self._move()
         filled = self.prompt_length + self.moved - 1  # the last drawn token is not read yet
-        self.caches = [(_kept(key, kept_N, filled), _kept(value, kept_N, filled)) for key, value in self.caches]
+        self.caches = [_kept(cache, kept_N, filled) for cache in self.caches]
         self.drawn = [self.tokens_LS[self.moved - 1, self.slot_N[kept_N]]]
         self.log_probs = [self.log_probs_LS[self.moved - 1, self.slot_N[kept_N]]]
         self.moved -= 1
@@ -219,18 +205,38 @@ class _Decoder:
         )
 
 
-def _kept(cache_LNHd: Tensor, kept_N: Tensor, filled: int) -> Tensor:
-    """The rows `kept_N` of a cache; positions not written yet stay unwritten."""
-    kept = cache_LNHd.new_empty(cache_LNHd.shape[0], kept_N.numel(), *cache_LNHd.shape[2:])
-    torch.index_select(cache_LNHd[:filled], 1, kept_N, out=kept[:filled])
+def _kept(cache: Tensor, kept_N: Tensor, filled: int) -> Tensor:
+    """The rows `kept_N` of a cache; places not written yet stay unwritten."""
+    kept = cache.new_empty(*cache.shape[:2], kept_N.numel(), *cache.shape[3:])
+    for part in range(2):
+        torch.index_select(cache[part, :filled], 1, kept_N, out=kept[part, :filled])
     return kept
 
 
-def _decoding(parameters: Parameters, config: PolicyConfig, temperature: float) -> Parameters:
-    """The same policy with 1 / sqrt(D/H) in its queries and 1 / temperature in its head: nothing to scale for each token."""
-    scaled = dict(parameters)
-    for layer in range(config.layers):
-        weight = parameters[f"layers.{layer}.qkv"].clone()
-        weight[..., : config.width] *= config.head_width**-0.5
-        scaled[f"layers.{layer}.qkv"] = weight
-    return scaled if temperature == 1.0 else scaled | {"head": parameters["head"] / temperature}
+def _direction(x: Tensor) -> Tensor:
+    """`x / |x|`: the norm of a block without its factor sqrt(D), which is in the decoding weights."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(SMALLEST_NORM)
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """A policy prepared for decoding, with every factor that would else be multiplied for each token: sqrt(D) of the norms,
+    1 / sqrt(D/H) of attention, 1 / temperature. `embedding_LVD` [places, R * V, D]: token and place in one table."""
+
+    embedding_LVD: Tensor
+    layers: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    head: Tensor
+    ones: Tensor
+
+    @classmethod
+    def of(cls, parameters: Parameters, config: PolicyConfig, temperature: float) -> _Weights:
+        root = config.width**0.5
+        embedding_LRVD = parameters["embedding"] + parameters["position"].transpose(0, 1).unsqueeze(2)
+        layers = []
+        for layer in range(config.layers):
+            weight = {name: parameters[f"layers.{layer}.{name}"] for name in BLOCK_WEIGHTS}
+            qkv = weight["qkv"] * root
+            qkv[..., : config.width] *= config.head_width**-0.5
+            layers.append((qkv, weight["attention_out"], weight["mlp_in"] * root, weight["mlp_out"]))
+        head = parameters["head"] * (root / temperature)
+        return cls(embedding_LRVD.flatten(1, 2), layers, head, head.new_ones(config.head_width))

@@ -1,6 +1,6 @@
 """A small causal transformer with a leading run axis: R independent parameter sets, one batched forward.
 
-Pre-norm blocks, learned positions, ReLU. The norms have no gain of their own: each is followed by a matrix that can hold it.
+Pre-norm blocks, learned positions, ReLU. The norms (RMS) have no gain: each is followed by a matrix that can hold it.
 Every matrix product is one batched product over [R, tokens, width] x [R, width, width'], and every layout of the tokens
 (padded rows, packed rows, one token of decoding, a context-parallel shard) is only another `attend`.
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
-from torch.nn import functional as F
+from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from aggcli.errors import SettingError
-from aggcli.policy.kernels import MLP, NORM_EPSILON, RMSNorm, call
+from aggcli.policy.kernels import MLP, RMSNorm, call
 
 Parameters = dict[str, Tensor]
 """Names to tensors, each with a leading run axis [R, ...]."""
@@ -28,6 +28,7 @@ Attend = Callable[[int, Tensor], Tensor]
 Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(keys [R, B, H, L, D/H], values, positions [R, B, L]) of this rank -> the same three of the whole sequence."""
 
+BLOCK_WEIGHTS = ("qkv", "attention_out", "mlp_in", "mlp_out")
 MLP_RATIO = 4
 
 
@@ -115,7 +116,7 @@ def hidden(
         check_length(config, L)
         positions = torch.arange(L, device=tokens_RBL.device)
     positions_RBL = positions.expand(R, B, L)
-    attend = attend_rows(config, B) if gather is None else _attend_gathered(config, positions_RBL, gather)
+    attend = attend_rows(config, B) if gather is None else attend_gathered(config, positions_RBL, gather)
     x_RTD = embedded(parameters, tokens_RBL.reshape(R, B * L), positions_RBL.reshape(R, B * L))
     return body(parameters, config, x_RTD, attend).view(R, B, L, config.width)
 
@@ -136,8 +137,8 @@ def embedded(parameters: Parameters, tokens_RT: Tensor, positions_RT: Tensor) ->
     R, V, D = parameters["embedding"].shape
     N = parameters["position"].shape[1]
     run_R1 = torch.arange(R, device=tokens_RT.device)[:, None]
-    token_RTD = F.embedding(tokens_RT + run_R1 * V, parameters["embedding"].view(R * V, D))
-    place_RTD = F.embedding(positions_RT.clamp(max=N - 1) + run_R1 * N, parameters["position"].view(R * N, D))
+    token_RTD = embedding(tokens_RT + run_R1 * V, parameters["embedding"].view(R * V, D))
+    place_RTD = embedding(positions_RT.clamp(max=N - 1) + run_R1 * N, parameters["position"].view(R * N, D))
     return token_RTD + place_RTD
 
 
@@ -150,17 +151,15 @@ def body(parameters: Parameters, config: PolicyConfig, x_RTD: Tensor, attend: At
 
 def block(parameters: Parameters, layer: int, x_RTD: Tensor, attend: Attend) -> Tensor:
     """One block; each residual sum is part of a matrix product."""
-    weight = {name: parameters[f"layers.{layer}.{name}"] for name in ("qkv", "attention_out", "mlp_in", "mlp_out")}
+    weight = {name: parameters[f"layers.{layer}.{name}"] for name in BLOCK_WEIGHTS}
     qkv_RTX = torch.bmm(norm(x_RTD), weight["qkv"])
     x_RTD = torch.baddbmm(x_RTD, attend(layer, qkv_RTX), weight["attention_out"])
-    if torch.is_grad_enabled():
-        return call(MLP, x_RTD, norm(x_RTD), weight["mlp_in"], weight["mlp_out"])
-    return torch.baddbmm(x_RTD, torch.bmm(norm(x_RTD), weight["mlp_in"]).relu_(), weight["mlp_out"])
+    return call(MLP, x_RTD, norm(x_RTD), weight["mlp_in"], weight["mlp_out"])
 
 
 def norm(x: Tensor) -> Tensor:
     """`x / sqrt(mean(x^2))` over the width, without a gain: the matrix that follows can hold it."""
-    return call(RMSNorm, x) if torch.is_grad_enabled() else F.rms_norm(x, x.shape[-1:], eps=NORM_EPSILON)
+    return RMSNorm.apply(x)  # type: ignore[no-any-return]
 
 
 def attend_rows(config: PolicyConfig, rows: int) -> Attend:
@@ -169,7 +168,7 @@ def attend_rows(config: PolicyConfig, rows: int) -> Attend:
     def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
         R, T, _ = qkv_RTX.shape
         query, key, value = heads(config, qkv_RTX.reshape(R * rows, T // rows, -1))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
         return mixed.transpose(1, 2).reshape(R, T, config.width)
 
     return attend
@@ -182,14 +181,14 @@ def heads(config: PolicyConfig, qkv_BLX: Tensor) -> tuple[Tensor, Tensor, Tensor
     return query, key, value
 
 
-def _attend_gathered(config: PolicyConfig, positions_RBL: Tensor, gather: Gather) -> Attend:
+def attend_gathered(config: PolicyConfig, positions_RBL: Tensor, gather: Gather) -> Attend:
     def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
         R, B, L = positions_RBL.shape
         query, key, value = heads(config, qkv_RTX.view(R * B, L, -1))
         split = (R, B, *key.shape[1:])
         key, value, key_positions = gather(key.reshape(split), value.reshape(split), positions_RBL)
         seen = key_positions[:, :, None, :] <= positions_RBL[:, :, :, None]
-        mixed = F.scaled_dot_product_attention(
+        mixed = scaled_dot_product_attention(
             query, key.flatten(0, 1), value.flatten(0, 1), attn_mask=seen.flatten(0, 1)[:, None]
         )
         return mixed.transpose(1, 2).reshape(R, B * L, config.width)

@@ -13,6 +13,7 @@ asked for, and kept under `$XDG_CACHE_HOME/aggcli` (`~/.cache/aggcli`), named by
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -101,10 +102,8 @@ def starting_policy(task: Task, config: PolicyConfig) -> Parameters:
         if found is not None:
             return found
     parameters = warm_start(task, config)
-    try:
+    with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
         save_policy(cached, parameters, settings, command_of(task, config, cached.name))
-    except OSError:  # a cache that cannot be written only costs time
-        pass
     return parameters
 
 

@@ -32,7 +32,7 @@ def _headline(head: Mapping[str, Any], steps: Sequence[Step]) -> str:
     return (
         f"{head['rollouts']}{count}\n"
         f"layouts: {', '.join(head['layouts'])}; the first is the reference\n"
-        f"constants and padded widths: {_number(head['divisor'])} tokens ({head['divisor_origin']})\n"
+        f"constants and padded widths: {_number(head['divisor'])} {head['length_unit']} ({head['divisor_origin']})\n"
     )
 
 
@@ -80,9 +80,9 @@ def _answer(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[str]
     ratios = {rule: _mean(report["effective_lr"] for report in _of(steps, rule)) for rule in rules}
     known = {rule: ratio for rule, ratio in ratios.items() if ratio is not None}
     lines = ["Would this run's loss have been another number?"]
-    lines.append(
-        f"  under another layout: {f'yes under {len(varies)} of {len(rules)} rules' if varies else 'no, under any rule'}"
-    )
+    own = f"{'yes' if head['baseline'] in varies else 'no'} under {head['baseline']}"
+    others = f", yes under {len(varies)} of {len(rules)} rules" if varies else ", nor under any other rule"
+    lines.append(f"  under another layout: {own}{others}")
     if known:
         low, high = min(known, key=lambda rule: known[rule]), max(known, key=lambda rule: known[rule])
         same = all(abs(known[rule] - 1) < 1e-9 for rule in (low, high))

@@ -19,6 +19,7 @@ from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.measurement.catalogue import LENGTH_BINS, describe
 from aggcli.report import style
 from aggcli.report.base import NothingToDraw, grid, plural
+from aggcli.report.curves import learning_curves
 from aggcli.report.ranks import pg_loss_by_rank
 from aggcli.report.style import Look
 from aggcli.report.weights import weight_by_length
@@ -53,8 +54,11 @@ def all_figures(frames: Frames, step: int | None = None) -> tuple[dict[str, Figu
         "weight_by_length": lambda: weight_by_length(frames),
         "pg_loss_by_rank": lambda: pg_loss_by_rank(frames, step),
         "weight_shares": lambda: weight_shares(frames),
-        "modes_over_steps": lambda: modes_over_steps(frames),
     }
+    if "rollout_step" in frames.metrics:
+        makers["learning_curves"] = lambda: learning_curves(frames)
+    else:
+        makers["modes_over_steps"] = lambda: modes_over_steps(frames)
     figures, notes = {}, list(frames.notes)
     for name, make in makers.items():
         try:

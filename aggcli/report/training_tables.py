@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from aggcli.analysis.comparison import FIGURES
+from aggcli.analysis.comparison import FIGURES, LAST_STEP
 
 _HEADS = {
     "accuracy": "accuracy ↑",
@@ -32,6 +32,19 @@ def training_table(summary: Mapping[str, Any]) -> Table:
             table.add_row(f"  minus {summary['baseline']}", *cells)
     table.caption = _caption(summary)
     table.caption_justify = "left"
+    return table
+
+
+def last_step_table(summary: Mapping[str, Any]) -> Table:
+    """The numbers of the last optimizer step on recorded rollouts, modes side by side."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column(Text("last optimizer step"))
+    modes = summary["modes"]
+    for mode in modes:
+        table.add_column(Text(mode), justify="right")
+    for name in LAST_STEP:
+        if any(figures[name] for figures in modes.values()):
+            table.add_row(name, *(_interval(figures[name]) for figures in modes.values()))
     return table
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from aggcli.errors import RolloutError
 
 SYNTHETIC = "synthetic"
+EXAMPLE = "example"
+"""The real rollouts that ship with the package: three slime rollout dumps of a small policy on an arithmetic task."""
 EXTENSIONS = (".pt", ".jsonl", ".parquet", ".pkl")
 """Files that are taken from a folder."""
 FOLDERS = (
@@ -26,7 +28,7 @@ FOLDERS = (
 
 def find_files(path: str, include_eval: bool = False) -> list[Path]:
     """The rollout files that a file, a folder or a glob names, in natural order (2 before 10); never an empty list."""
-    place = Path(path).expanduser()
+    place = Path(__file__).parent.parent / "data" / "slime_rollout" if path == EXAMPLE else Path(path).expanduser()
     try:
         if place.is_dir():
             return _files_of(place, include_eval)
@@ -37,7 +39,7 @@ def find_files(path: str, include_eval: bool = False) -> list[Path]:
         raise RolloutError(f"{path}: cannot be read ({error.strerror or error})") from error
     if not matches:
         what = "no file matches it" if glob.has_magic(path) else "no such file or folder"
-        raise RolloutError(f"{path}: {what}; give a rollout file, a folder of them, a glob, or '{SYNTHETIC}'")
+        raise RolloutError(f"{path}: {what}; give a rollout file, a folder of them, a glob, '{EXAMPLE}' or '{SYNTHETIC}'")
     if not include_eval and not is_eval(place):  # a pattern such as eval_*.pt asks for them
         matches = [match for match in matches if not is_eval(match)]
     files = [

@@ -44,7 +44,7 @@ def response_part(
     fields = {
         "response_length": end - start,
         "total_length": end,
-        "loss_mask": None,
+        "loss_mask": mask_list[start:end],
         "tokens": None if tokens is None else tokens[:end],
         **{ours: None if values and all(value is None for value in values) else values for ours, values in cut.items()},
     }

@@ -11,15 +11,18 @@ from torch import Tensor
 from aggcli.errors import RecordError
 
 CHECKPOINT = "checkpoint.safetensors"
+FACTS = ("step", "optimizer_step", "runs", "gone")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`step`: rollout steps done; `optimizer_step`: optimizer steps done; `runs`: names of the runs still training."""
+    """`step`: rollout steps done; `optimizer_step`: optimizer steps done; `runs`: names of the runs still training;
+    `gone`: name of each run that diverged -> (rollout step, why)."""
 
     step: int
     optimizer_step: int
     runs: list[str]
+    gone: dict[str, tuple[int, str]]
     tensors: dict[str, Tensor]
 
 
@@ -27,7 +30,7 @@ def save(directory: Path, checkpoint: Checkpoint) -> None:
     """Write the checkpoint of a stack; the previous one stays whole until the new one is."""
     from safetensors.torch import save_file
 
-    facts = {"step": checkpoint.step, "optimizer_step": checkpoint.optimizer_step, "runs": checkpoint.runs}
+    facts = {name: getattr(checkpoint, name) for name in FACTS}
     draft = directory / (CHECKPOINT + ".tmp")
     tensors = {name: value.contiguous().cpu() for name, value in checkpoint.tensors.items()}
     save_file(tensors, draft, metadata={"aggcli": json.dumps(facts)})
@@ -47,4 +50,5 @@ def load(directory: Path) -> Checkpoint | None:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{path}: cannot be read ({error}); remove it to start from the first step") from error
-    return Checkpoint(facts["step"], facts["optimizer_step"], facts["runs"], tensors)
+    gone = {name: (step, what) for name, (step, what) in facts["gone"].items()}
+    return Checkpoint(facts["step"], facts["optimizer_step"], facts["runs"], gone, tensors)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from aggcli.config import RunConfig
 from aggcli.layout.schedule import Layout
+from aggcli.layout.steps import Part, need_whole_groups
 from aggcli.measurement.reduce import Values
 from aggcli.policy.transformer import Parameters, stacked
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.checkpoint import Checkpoint
 from aggcli.training.report import Reporter, RunReport
-from aggcli.training.rollout import Rollouts, Sampler
+from aggcli.training.rollout import Rollouts, StepSource
 from aggcli.training.rows import optimizer_step_positions, rows_of_rank
 from aggcli.training.stack import Optimizer, RunSpec, weights_of
 from aggcli.training.step import Forward, Gradient, StepTokens, all_log_probs, step_gradient, step_tokens
@@ -52,7 +53,7 @@ class Trainer:
         runs: Sequence[RunSpec],
         initial: Parameters,
         config: RunConfig,
-        sampler: Sampler,
+        sampler: StepSource,
         forward: Forward,
         layout: Layout,
         reporter: Reporter,
@@ -65,21 +66,32 @@ class Trainer:
         self.optimizer = Optimizer(self.weights.flat_RP, [run.lr for run in runs], config.training)
         self.step, self.optimizer_step = 0, 0
         self.broken: dict[str, str] = {}
+        self.gone: list[Diverged] = []
 
     def steps(self) -> Iterator[TrainedStep]:
         """Train to the end, one rollout step at a time."""
         while self.step < self.config.training.steps and self.runs:
             began = time.perf_counter()
+            rollouts = self.sampler.step(self.runs, self.weights.parameters, self.step)
+            done = list(self._optimizer_steps(rollouts))
             diverged = self._drop_diverged()
-            rollouts = self.sampler.step(self.runs, self.weights.parameters, self.step) if self.runs else None
-            done = [] if rollouts is None else list(self._optimizer_steps(rollouts))
             self.step += 1
-            tokens = 0 if rollouts is None else int(rollouts.batch.response_length_S.sum())
+            tokens = int(rollouts.batch.response_length_S.sum())
             yield TrainedStep(self.step - 1, done, diverged, time.perf_counter() - began, tokens)
+
+    def first_update(self) -> Tensor:
+        """Take the first optimizer step, and give the 2-norm of each run's change of parameters, float64 [R]."""
+        before_RP = self.weights.flat_RP.clone()
+        rollouts = self.sampler.step(self.runs, self.weights.parameters, self.step)
+        next(self._optimizer_steps(rollouts))
+        return torch.linalg.vector_norm(self.weights.flat_RP - before_RP, dim=1, dtype=torch.float64)
 
     def _optimizer_steps(self, rollouts: Rollouts) -> Iterator[tuple[int, list[RunReport]]]:
         """Every optimizer step of a rollout batch: its parts, as often as --num-iterations says."""
         parts = optimizer_step_positions(rollouts.batch, len(self.runs), self.config.layout.global_batch_size)
+        if any(run.mode == "prompt_mean" for run in self.runs):
+            need_whole_groups(rollouts.batch, [Part("", positions.tolist()) for positions in parts])
+        groups = self.reporter.groups(rollouts.batch, len(self.runs)) if self.world.is_root else []
         several = len(parts) * self.config.training.num_iterations > 1
         old_T = self._log_probs(self.weights.parameters, rollouts) if several else None
         reference_T = self._log_probs(self._reference_stack(), rollouts) if self._uses_reference() else None
@@ -91,10 +103,20 @@ class Trainer:
                     old_log_probs_T=_at(rollouts.batch, positions, old_T),
                     ref_log_probs_T=_at(rollouts.batch, positions, reference_T),
                 )
-                yield self.optimizer_step, self._update(step, rollouts.tokens_SL[positions], given, rollouts)
+                yield (
+                    self.optimizer_step,
+                    self._update(step, rollouts.tokens_SL[positions], given, groups, self._sampled(rollouts)),
+                )
                 self.optimizer_step += 1
 
-    def _update(self, step: RolloutBatch, tokens_SL: Tensor, given: StepTokens, rollouts: Rollouts) -> list[RunReport]:
+    def _update(
+        self,
+        step: RolloutBatch,
+        tokens_SL: Tensor,
+        given: StepTokens,
+        groups: Sequence[Values],
+        sampled: Sequence[Values],
+    ) -> list[RunReport]:
         """Gradient, update and report of one optimizer step. A run without a masked-in token, or whose gradient is not
         finite, does not step."""
         rows = rows_of_rank(step, len(self.runs), self.layout, self.world)
@@ -107,7 +129,8 @@ class Trainer:
         self.weights.refresh()
         if not self.world.is_root:
             return []
-        reports = self.reporter.step(self.runs, step, given, found, self._extra(norm_R.tolist(), rollouts))
+        extra = [{"grad_norm": norm, **values} for norm, values in zip(norm_R.tolist(), sampled, strict=True)]
+        reports = self.reporter.step(self.runs, step, given, found, groups, extra)
         return [report for report in reports if report.run.name not in self.broken]
 
     def _stepping(self, step: RolloutBatch, found: Gradient) -> Tensor:
@@ -118,10 +141,10 @@ class Trainer:
         tokens_R = torch.zeros(len(self.runs), dtype=torch.int64).index_add_(0, step.run_S, step.mask_sum_S())
         return finite_R & (tokens_R > 0)
 
-    def _extra(self, norms: Sequence[float], rollouts: Rollouts) -> list[Values]:
+    def _sampled(self, rollouts: Rollouts) -> list[Values]:
         return [
-            {"grad_norm": norm, "groups_generated": generated, "groups_kept": kept}
-            for norm, generated, kept in zip(norms, rollouts.generated_R, rollouts.kept_R, strict=True)
+            {"groups_generated": generated, "groups_kept": kept}
+            for generated, kept in zip(rollouts.generated_R, rollouts.kept_R, strict=True)
         ]
 
     @property
@@ -143,7 +166,7 @@ class Trainer:
     # -- runs that end early ----------------------------------------------------------------------------------------
 
     def _drop_diverged(self) -> list[Diverged]:
-        """Drop the runs whose parameters are not finite, before they are sampled from, so that they poison nothing."""
+        """Drop the runs whose gradient or parameters are not finite, before they are sampled from again."""
         finite_R = torch.isfinite(self.weights.flat_RP).all(1).cpu()
         for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
             if not finite:
@@ -152,6 +175,7 @@ class Trainer:
         gone = [Diverged(run, self.step, self.broken[run.name]) for run in self.runs if run.name in self.broken]
         if gone:
             self.keep(fine.nonzero().flatten())
+            self.gone += gone
         return gone
 
     def keep(self, runs_R: Tensor) -> None:
@@ -166,11 +190,13 @@ class Trainer:
         """Everything needed to go on bit for bit."""
         tensors = {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
         names = [run.name for run in self.runs]
-        return Checkpoint(self.step, self.optimizer_step, names, {"parameters": self.weights.flat_RP, **tensors})
+        gone = {one.run.name: (one.step, one.what) for one in self.gone}
+        return Checkpoint(self.step, self.optimizer_step, names, gone, {"parameters": self.weights.flat_RP, **tensors})
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint of the same settings."""
         names = [run.name for run in self.runs]
+        self.gone = [Diverged(self.runs[names.index(name)], *when) for name, when in checkpoint.gone.items()]
         self.keep(torch.tensor([names.index(name) for name in checkpoint.runs], dtype=torch.int64))
         device = self.weights.flat_RP.device
         self.weights.flat_RP.copy_(checkpoint.tensors["parameters"])

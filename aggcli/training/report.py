@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from aggcli.measurement.catalogue import checked
 from aggcli.measurement.groups import group_values
 from aggcli.measurement.local import Contributions, MeasureConfig, Partials, contributions, per_cell
 from aggcli.measurement.reduce import Values, combine, rank_values, reduced_values
-from aggcli.rollouts.batch import RolloutBatch
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 from aggcli.training.stack import RunSpec
 from aggcli.training.step import Gradient, StepTokens
 
@@ -42,20 +42,33 @@ class Reporter:
     response_limit: int
 
     def step(
-        self, runs: Sequence[RunSpec], step: RolloutBatch, given: StepTokens, found: Gradient, extra: Sequence[Values]
+        self,
+        runs: Sequence[RunSpec],
+        step: RolloutBatch,
+        given: StepTokens,
+        found: Gradient,
+        groups: Sequence[Values],
+        extra: Sequence[Values],
     ) -> list[RunReport]:
-        """A report for every run. `extra`: further numbers of each run (gradient norm, groups generated, ...)."""
+        """A report for every run. `groups`: each run's numbers of whole groups; `extra`: further ones (gradient norm, ...).
+
+        A run without a KL term reports no kl_loss, whatever the others of its stack need.
+        """
         measuring = self._measuring()
         columns = self._contributions(step, given, found, measuring)
         totals = per_cell(columns, step.run_S, len(runs), measuring)
         by_layout = [self._layout_lines(layout, runs, step, columns, measuring) for layout in self.layouts]
         reports = []
         for at, run in enumerate(runs):
-            mine_S = step.run_S == at
-            groups = _group_values(step, mine_S, self.config.correct_threshold)
-            values = reduced_values(totals[at], IN_FORCE) | groups | checked(extra[at])
-            reports.append(RunReport(run, values, [{**lines[at], **groups} for lines in by_layout]))
+            hidden = () if run.objective.kl_coef else ("kl_loss",)
+            whole_step = groups[at] | _counts(step, step.run_S == at)
+            values = _without(hidden, reduced_values(totals[at], IN_FORCE)) | whole_step | checked(extra[at])
+            reports.append(RunReport(run, values, [{**_without(hidden, lines[at]), **whole_step} for lines in by_layout]))
         return reports
+
+    def groups(self, batch: RolloutBatch, runs: int) -> list[Values]:
+        """The numbers of each run that need whole groups, from the whole rollout batch."""
+        return [_group_values(batch, batch.run_S == run, self.config.correct_threshold) for run in range(runs)]
 
     def _measuring(self) -> MeasureConfig:
         return MeasureConfig(
@@ -125,10 +138,24 @@ def _group_values(step: RolloutBatch, mine_S: torch.Tensor, threshold: float) ->
     reward_S = None if step.reward_S is None else step.reward_S[mine_S]
     group_S, rollout_S = step.group_S[mine_S], step.rollout_S[mine_S]
     if not group_S.numel():
-        return {"rollouts": 0, "prompts": 0}
-    view = GlobalView(reward_S, rollout_S - rollout_S.min(), group_S - group_S.min())
-    counts = {"rollouts": int(rollout_S.unique().numel()), "prompts": int(group_S.unique().numel())}
-    return group_values(view, threshold) | counts
+        return {}
+    known_S = group_S != NO_GROUP
+    first = int(group_S[known_S].min()) if known_S.any() else 0
+    view = GlobalView(reward_S, rollout_S - rollout_S.min(), torch.where(known_S, group_S - first, NO_GROUP))
+    return group_values(view, threshold)
+
+
+def _counts(step: RolloutBatch, mine_S: torch.Tensor) -> Values:
+    group_S = step.group_S[mine_S]
+    return {
+        "rollouts": step.rollout_S[mine_S].unique().numel(),
+        "prompts": group_S[group_S != NO_GROUP].unique().numel(),
+    }
+
+
+def _without(names: Sequence[str], line: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in line.items() if name not in names}
+    return kept if "ranks" not in kept else {**kept, "ranks": [_without(names, rank) for rank in kept["ranks"]]}
 
 
 def deviation(report: RunReport) -> float:

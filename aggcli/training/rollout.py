@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,12 +31,11 @@ class Rollouts:
     """One rollout step of a stack.
 
     `batch`: the samples, run after run, with their advantages; `tokens_SL`: prompt and response ids, right-padded;
-    `prompt_length`: tokens; `generated_R`, `kept_R`: prompt groups sampled and used by each run.
+    `generated_R`, `kept_R`: prompt groups sampled and used by each run.
     """
 
     batch: RolloutBatch
     tokens_SL: Tensor
-    prompt_length: int
     generated_R: list[int]
     kept_R: list[int]
 
@@ -50,6 +50,14 @@ class _Round:
     log_probs_RBL: Tensor
     truncated_RB: Tensor
     reward_RB: Tensor
+
+
+class StepSource(Protocol):
+    """Where a trainer's rollouts come from: sampled, or recorded by somebody else."""
+
+    def step(self, runs: Sequence[RunSpec], parameters: Parameters, step: int) -> Rollouts:
+        """The rollouts of a step, for every run of the stack."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,7 @@ class Sampler:
             joined([done.truncated_RB for done in rounds]),
         )
         tokens_SL = torch.cat([prompts_SP, response_SL], 1)
-        return Rollouts(batch, tokens_SL, prompts_SP.shape[1], generated, [len(groups) for groups in kept])
+        return Rollouts(batch, tokens_SL, generated, [len(groups) for groups in kept])
 
     def _batch(
         self, run_S: Tensor, length_S: Tensor, prompt_length: int, reward_S: Tensor, log_probs_T: Tensor, truncated_S: Tensor

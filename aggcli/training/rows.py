@@ -44,7 +44,10 @@ def _matrix(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def optimizer_step_positions(batch: RolloutBatch, runs: int, global_batch_size: int | None) -> list[Tensor]:
-    """Sample positions of each optimizer step of a rollout batch: step k joins the k-th step of every run."""
+    """Sample positions of each optimizer step of a rollout batch: step k joins the k-th step of every run.
+
+    Without a single sample there is one, empty, step.
+    """
     if global_batch_size is None:
         return [torch.arange(batch.num_samples)]
     parts: list[list[int]] = []
@@ -55,4 +58,4 @@ def optimizer_step_positions(batch: RolloutBatch, runs: int, global_batch_size: 
             if at == len(parts):
                 parts.append([])
             parts[at] += [samples[position] for position in positions]
-    return [torch.tensor(part, dtype=torch.int64) for part in parts]
+    return [torch.tensor(part, dtype=torch.int64) for part in parts or [[]]]

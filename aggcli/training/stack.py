@@ -44,8 +44,7 @@ class Weights:
 
 def weights_of(parameters: Parameters) -> Weights:
     """Copies of stacked parameters [R, ...], flat and as leaves."""
-    runs = next(iter(parameters.values())).shape[0]
-    flat_RP = torch.cat([value.detach().reshape(runs, -1) for value in parameters.values()], dim=1)
+    flat_RP = torch.cat([value.detach().flatten(1) for value in parameters.values()], dim=1)
     return Weights(flat_RP, {name: value.detach().clone().requires_grad_() for name, value in parameters.items()})
 
 

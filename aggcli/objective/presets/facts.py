@@ -130,6 +130,12 @@ class Preset:
         return tuple(d for d in self.divides_by if d.is_local)
 
     @property
+    def depends_on_layout(self) -> bool:
+        """Whether some layout can change a weight; false for rules whose every count is the optimizer step's."""
+        exact = self.micro_batches == "sum" and self.layouts == "any" and not self.divides_by_accumulation_again
+        return not exact or bool(self.local_counts)
+
+    @property
     def arithmetic(self) -> tuple[object, ...]:
         """Everything about the preset that enters a number; presets with equal arithmetic are one rule under many names."""
         names = (
@@ -152,7 +158,7 @@ def in_scope(preset: Preset, scope: Scope) -> Preset:
         return preset
     return dataclasses.replace(
         preset,
-        name=f"{preset.name}/{scope}",
+        name=f"{preset.name}@{scope}",
         divides_by=tuple(dataclasses.replace(d, scope=scope) for d in preset.divides_by),
         micro_batches="mean" if scope == "micro-batch" else "sum",
         ranks="mean",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from aggcli.config import MODES
 from aggcli.errors import SettingError, nearest
-from aggcli.objective.presets.facts import Preset
+from aggcli.objective.presets.facts import SCOPES, Preset, Scope, in_scope
 from aggcli.objective.presets.openrlhf_nemo_skyrl import OPENRLHF_NEMO_SKYRL
 from aggcli.objective.presets.others import OTHERS
 from aggcli.objective.presets.own import own_preset
@@ -62,8 +62,13 @@ class Rule:
 def find_rule(name: str, *, prompt_mean_scale: str = "rollouts") -> Rule:
     """The rule called `name`: a mode, `framework:mode`, or an alias; `open-instruct:1000` and `delta-l:0.5` carry a number.
 
+    `token_mean@micro-batch` is a mode whose denominators are counted in that scope (see `in_scope`).
     Raises `SettingError` for a name that nobody uses.
     """
+    bare, _, asked = name.rpartition("@")
+    scopes: dict[str, Scope] = {scope: scope for scope in SCOPES}
+    if bare and asked in scopes:
+        return _scoped(find_rule(bare, prompt_mean_scale=prompt_mean_scale), scopes[asked])
     if name in MODES:
         return Rule(name, own_preset(name, prompt_mean_scale))
     if name in PRESETS:
@@ -73,6 +78,15 @@ def find_rule(name: str, *, prompt_mean_scale: str = "rollouts") -> Rule:
         found = find_rule(target, prompt_mean_scale=prompt_mean_scale)
         return Rule(name, found.preset, f"{name} is taken as {target}: {note}")
     return _with_number(name)
+
+
+def _scoped(rule: Rule, scope: Scope) -> Rule:
+    if rule.preset.evidence != "own":
+        raise SettingError(
+            f"'{rule.asked}@{scope}': only this project's modes have a scope to choose; {rule.asked} counts as its framework"
+            " does"
+        )
+    return dataclasses.replace(rule, preset=in_scope(rule.preset, scope))
 
 
 def _with_number(name: str) -> Rule:

@@ -38,7 +38,7 @@ def preset_weights(preset: Preset, step: RolloutBatch, schedule: Schedule, *, di
         weight_S = torch.where(count_S > 0, weight_S / count_S, 0.0)
     if broken:
         weight_S = torch.full_like(weight_S, math.nan)
-    weight_T = weight_S[step.sample_of_token()]
+    weight_T = weight_S[counting.sample_T]
     return weight_T if preset.numerator == "unmasked" else torch.where(counting.mask_T, weight_T, 0.0)
 
 
@@ -103,12 +103,12 @@ class _Counting:
 
     def __init__(self, preset: Preset, step: RolloutBatch, places: _Places, divisor: float | None) -> None:
         self.preset, self.step, self.places, self.divisor = preset, step, places, divisor
-        self.mask_T = step.loss_mask_T
+        self.mask_T, self.sample_T = step.loss_mask_T, step.sample_of_token()
         if preset.drops_zero_advantages and step.advantages_T is not None:
             self.mask_T = self.mask_T & (step.advantages_T != 0)
         if preset.drops_smaller_micro_batches:
-            self.mask_T = self.mask_T & self._is_full()[step.sample_of_token()]
-        self.tokens_S = _summed(self.mask_T.double(), step.sample_of_token(), step.num_samples)
+            self.mask_T = self.mask_T & self._is_full()[self.sample_T]
+        self.tokens_S = _summed(self.mask_T.double(), self.sample_T, step.num_samples)
         self.group_S = group_of_rollout(step.group_S, step.rollout_S)
 
     def put_together(self) -> Tensor:
@@ -169,7 +169,7 @@ class _Counting:
         if self.step.advantages_T is None:
             raise RolloutError(f"{self.step.name}: {self.preset.name} needs advantages, and nothing in the file gives one")
         advantages_T = torch.where(self.mask_T, self.step.advantages_T, 0.0)
-        positive_S = (_summed(advantages_T, self.step.sample_of_token(), self.step.num_samples) > 0).long()
+        positive_S = (_summed(advantages_T, self.sample_T, self.step.num_samples) > 0).long()
         group_S = _pair(self.group_S, scope_S)
         half_S = _pair(group_S, positive_S)
         if counted.startswith("tokens"):

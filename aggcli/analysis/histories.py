@@ -1,0 +1,202 @@
+"""What a comparison needs of each run: its settings, and its accuracy, reward and lengths over the rollout steps.
+
+Only the needed columns of metrics.jsonl are read, by pyarrow's JSON reader: a thousand runs of a thousand steps in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggcli.errors import RecordError, some
+from aggcli.records import METRICS, read_manifest, run_directories
+
+Floats = NDArray[np.float64]
+
+_COUNTS = ("correct/count", "incorrect/count", "samples", "response_tokens", "seconds")
+_MEANS = {
+    "raw_reward": "scored",
+    "response_length": "samples",
+    "correct/response_length": "correct/count",
+    "incorrect/response_length": "incorrect/count",
+    "entropy_loss": "samples",
+}
+"""Column -> what it was averaged over: its weight where a rollout step has several optimizer steps."""
+MEASURES = ("accuracy", *_MEANS)
+AXES = {"steps": "rollout steps", "tokens": "response tokens", "seconds": "seconds"}
+"""What a curve can be drawn against, and its unit."""
+
+
+@dataclass(frozen=True)
+class History:
+    """A run over its E recorded rollout steps, sorted; arrays are [E], NaN where nothing was measured.
+
+    `tokens` and `seconds` count what the policy had been trained on, or for, *before* the step: the rollouts of a step were
+    sampled by the policy that the earlier steps made. Both are NaN behind a missing step, since nobody knows what it took.
+    `measures` has the names in `MEASURES`. `repeated`: lines that record an optimizer step again; the last one counts.
+    """
+
+    directory: Path
+    mode: str
+    seed: int
+    status: str
+    settings: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    steps: NDArray[np.int64]
+    tokens: Floats
+    seconds: Floats
+    measures: Mapping[str, Floats]
+    repeated: int = 0
+    label: str = ""
+
+    def axis(self, name: str) -> Floats:
+        """`steps`, `tokens` or `seconds`, as float64 [E]."""
+        return {"steps": self.steps.astype(np.float64), "tokens": self.tokens, "seconds": self.seconds}[name]
+
+
+def read_histories(directories: Sequence[Path]) -> tuple[list[History], list[str]]:
+    """The runs of these results directories (runs, or comparisons of several), in their order, and notes on what was left out.
+
+    A directory that is given twice counts once; runs without a recorded step are left out. Raises `RecordError` for a folder
+    that is no results directory or a record that cannot be read, and when no step is recorded at all.
+    """
+    found: dict[Path, Path] = {}
+    for given in directories:
+        for directory in run_directories(given):
+            found.setdefault(directory.resolve(), directory)
+    read = [read_history(directory) for directory in found.values()]
+    histories = [history for history in read if history is not None]
+    if not histories:
+        raise RecordError(f"{some(directories)}: no steps are recorded")
+    empty = [directory for directory, history in zip(found.values(), read, strict=True) if history is None]
+    notes = [f"no steps are recorded, left out: {some(empty)}"] if empty else []
+    repeated = [history for history in histories if history.repeated]
+    if repeated:
+        lines = sum(history.repeated for history in repeated)
+        notes.append(
+            f"{lines} recorded {'step is a repetition' if lines == 1 else 'steps are repetitions'} (a run that was resumed"
+            f" writes them again); the last one counts: {some(history.directory for history in repeated)}"
+        )
+    return histories, notes
+
+
+def read_history(directory: Path) -> History | None:
+    """One run directory; None when no step is recorded. Raises `RecordError`."""
+    manifest = read_manifest(directory)
+    columns = _columns(directory / METRICS)
+    if columns is None:
+        return None
+    step, last = _last_of_each(columns.pop("step"))
+    rollout_step = columns.pop("rollout_step")[last]
+    rollout_step = np.where(np.isnan(rollout_step), step, rollout_step).astype(np.int64)
+    order = np.argsort(rollout_step, kind="stable")
+    steps, starts = np.unique(rollout_step[order], return_index=True)
+    parts = {name: values[last][order] for name, values in columns.items()}
+    totals = {name: _sums(parts[name], starts) for name in _COUNTS}
+    environment = manifest.get("environment") or {}
+    return History(
+        directory=directory,
+        mode=str(manifest.get("mode", "custom")),
+        seed=int(manifest.get("seed", (manifest.get("settings") or {}).get("seed", 0))),
+        status=str(manifest.get("status", "")),
+        settings=_settings(manifest),
+        provenance=_provenance(environment, manifest),
+        steps=steps,
+        tokens=_before(totals["response_tokens"], steps),
+        seconds=_before(totals["seconds"], steps),
+        measures=_measures(parts, totals, starts),
+        repeated=columns["samples"].size - len(last),
+    )
+
+
+def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with what the run made of them: its own divisor and the response limit."""
+    resolved = {"loss_aggregation_divisor": manifest.get("divisor"), "max_response_length": manifest.get("response_limit")}
+    given = manifest.get("settings") or {}
+    return {**given, **{name: value for name, value in resolved.items() if value is not None}}
+
+
+def _provenance(environment: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    packages = environment.get("packages") or {}
+    found = {
+        "aggcli": environment.get("aggcli"),
+        "git_commit": environment.get("git_commit"),
+        "torch": packages.get("torch"),
+        "device": environment.get("device"),
+        "ranks": manifest.get("ranks"),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# -- columns --------------------------------------------------------------------------------------------------------
+
+
+def _columns(path: Path) -> dict[str, Floats] | None:
+    """The needed columns of a record file as float64; a half-written last line (a killed writer) is left out."""
+    import pyarrow
+    import pyarrow.json
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
+    whole = memoryview(data)[: data.rfind(b"\n") + 1]
+    if not data[: len(whole)].strip():
+        return None
+    names = ("step", "rollout_step", *_COUNTS, *_MEANS)
+    schema = pyarrow.schema([(name, pyarrow.float64()) for name in names])
+    try:
+        table = pyarrow.json.read_json(
+            pyarrow.BufferReader(whole),
+            read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=max(len(whole), 1)),
+            parse_options=pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+        )
+    except pyarrow.ArrowException as error:
+        raise RecordError(f"{path}: cannot be read ({error})") from error
+    columns = {name: table.column(name).to_numpy().astype(np.float64, copy=True) for name in names}
+    if np.isnan(columns["step"]).any():
+        raise RecordError(f"{path}: line {int(np.isnan(columns['step']).argmax()) + 1} is not the record of a step")
+    return columns
+
+
+def _last_of_each(step: Floats) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+    """The distinct optimizer steps, sorted, and the position of the last line of each."""
+    distinct, from_behind = np.unique(step[::-1], return_index=True)
+    return distinct.astype(np.int64), len(step) - 1 - from_behind
+
+
+def _sums(values: Floats, starts: NDArray[np.intp]) -> Floats:
+    return np.add.reduceat(values, starts)
+
+
+def _measures(parts: Mapping[str, Floats], totals: Mapping[str, Floats], starts: NDArray[np.intp]) -> dict[str, Floats]:
+    """Means over a rollout step from those of its optimizer steps, each by the number of things it averaged."""
+    scored = parts["correct/count"] + parts["incorrect/count"]
+    weights = {**parts, "scored": scored}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = {"accuracy": totals["correct/count"] / _sums(scored, starts)}
+        for name, over in _MEANS.items():
+            known = np.isfinite(parts[name])
+            weight = np.where(known, np.where(np.isnan(weights[over]), 1.0, weights[over]), 0.0)
+            found[name] = _sums(np.where(known, parts[name], 0.0) * weight, starts) / _sums(weight, starts)
+    return found
+
+
+def _before(amount: Floats, steps: NDArray[np.int64]) -> Floats:
+    """The sum over the earlier steps, from 0; NaN from the first missing step on."""
+    before = np.concatenate([[0.0], np.cumsum(amount)[:-1]])
+    before[steps != np.arange(len(steps))] = np.nan
+    return before if np.isfinite(amount).any() else np.full(len(steps), np.nan)
+
+
+def with_labels(histories: Iterable[History]) -> dict[str, list[History]]:
+    """Runs by their label, in the order of first appearance."""
+    found: dict[str, list[History]] = {}
+    for history in histories:
+        found.setdefault(history.label, []).append(history)
+    return found

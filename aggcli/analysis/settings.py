@@ -1,0 +1,126 @@
+"""What differs between compared runs, which of them are one arm, and which were recorded twice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from aggcli.analysis.histories import History
+from aggcli.errors import some
+
+_THE_MODE = frozenset({"loss_aggregation", "calculate_per_token_loss"})
+_BOOKKEEPING = frozenset({"seed", "seeds", "modes", "layouts", "layout_records", "checkpoint_every", "log_correct_samples"})
+"""Settings that change what is recorded, or which run of a comparison it is, and no number of the run itself."""
+_OF_ONE_MODE = {"loss_aggregation_divisor": "constant", "prompt_mean_scale": "prompt_mean"}
+"""Settings that only one mode reads; they are compared between the runs of that mode alone."""
+_NOT_IDENTITY = frozenset({"steps", "device", "config"})
+"""Settings that say how long or where a run went: runs that differ in them only are still of one arm."""
+
+
+@dataclass(frozen=True)
+class SettingDifference:
+    """A setting, or a version or device, that is not the same in all runs. `values`: as text -> labels of the runs with it."""
+
+    name: str
+    kind: Literal["setting", "provenance"]
+    values: Mapping[str, tuple[str, ...]]
+
+    @property
+    def text(self) -> str:
+        """`lr: 0.001 in sample_mean; 0.0003 in constant`."""
+        return f"{self.name}: " + "; ".join(f"{value} in {some(labels, 4)}" for value, labels in self.values.items())
+
+
+def effective_settings(run: History) -> dict[str, Any]:
+    """The settings that this run's numbers depend on, other than its mode and seed."""
+    return {
+        name: value
+        for name, value in run.settings.items()
+        if name not in _THE_MODE | _BOOKKEEPING and _OF_ONE_MODE.get(name, run.mode) == run.mode
+    }
+
+
+def labelled(runs: Sequence[History]) -> list[History]:
+    """The runs with the label of their arm: the mode, and where one mode was run under several settings, those that differ.
+
+    Runs of one arm differ in the seed only (and in `steps`, device and version, which `differences` names).
+    """
+    identity = {id(run): _identity(run) for run in runs}
+    found: dict[int, str] = {}
+    for mode in dict.fromkeys(run.mode for run in runs):
+        same = [run for run in runs if run.mode == mode]
+        own = [identity[id(run)] for run in same]
+        differing = sorted({name for name in set().union(*own) if len({values.get(name) for values in own}) > 1})
+        for run, values in zip(same, own, strict=True):
+            shown = ", ".join(f"{name}={_short(values.get(name))}" for name in differing)
+            found[id(run)] = f"{mode} ({shown})" if shown else mode
+    return [dataclasses.replace(run, label=found[id(run)]) for run in runs]
+
+
+def without_duplicates(runs: Sequence[History]) -> tuple[list[History], list[str]]:
+    """One run per label and seed, and notes that name the others.
+
+    Of the same arm and seed recorded twice, the one with the most recorded steps counts; of equally long ones, one that ended
+    as `done`; of those, the one that is given last.
+    """
+    best: dict[tuple[str, int], int] = {}
+    for at, run in enumerate(runs):
+        key = (run.label, run.seed)
+        rank = (len(run.steps), run.status == "done", at)
+        if key not in best or rank > (len(runs[best[key]].steps), runs[best[key]].status == "done", best[key]):
+            best[key] = at
+    kept = [run for at, run in enumerate(runs) if best[run.label, run.seed] == at]
+    dropped = [run for at, run in enumerate(runs) if best[run.label, run.seed] != at]
+    if not dropped:
+        return kept, []
+    return kept, [
+        f"{len(dropped)} of {len(runs)} runs record a mode, seed and settings that another records too; the one with the most"
+        f" steps counts, then one that is done, then the last given; left out: {some(run.directory for run in dropped)}"
+    ]
+
+
+def differences(runs: Sequence[History]) -> list[SettingDifference]:
+    """Every setting, version and device with more than one value among the runs, the mode and the seed aside."""
+    found = []
+    for kind, of_run in (
+        ("setting", [effective_settings(run) for run in runs]),
+        ("provenance", [dict(run.provenance) for run in runs]),
+    ):
+        for name in sorted(set().union(*of_run)):
+            values: dict[str, dict[str, None]] = {}
+            for run, own in zip(runs, of_run, strict=True):
+                if name in own or name not in _OF_ONE_MODE:
+                    values.setdefault(_short(own.get(name)), {})[run.label] = None
+            if len(values) > 1:
+                found.append(SettingDifference(name, kind, {value: tuple(labels) for value, labels in values.items()}))
+    return found
+
+
+def warnings(found: Sequence[SettingDifference]) -> list[str]:
+    """What a reader must know before believing the table: more than the mode differs."""
+    settings = [one for one in found if one.kind == "setting"]
+    provenance = [one for one in found if one.kind == "provenance"]
+    said = []
+    if settings:
+        said.append("more than the mode differs, so a difference may come from it: " + " | ".join(one.text for one in settings))
+    if provenance:
+        said.append("recorded by different versions or on different devices: " + " | ".join(one.text for one in provenance))
+    return said
+
+
+def _identity(run: History) -> dict[str, Any]:
+    return {name: _hashable(value) for name, value in effective_settings(run).items() if name not in _NOT_IDENTITY}
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)[:60]

@@ -1,0 +1,316 @@
+"""How fast is a stack of runs against TRL's GRPOTrainer on the same task, model size, batch, steps and response limit?
+
+    pip install '.[bench]'
+    python experiments/benchmarks/trl_side_by_side.py [--steps 100] [--threads 2] [--json]
+
+Both train on `running-sum` (six digits, 16 prompts x 8 rollouts, at most 32 tokens) from a policy that XX
+
+1. TRL 1.16, one process of `--steps` steps: median seconds a step, and the seconds of the whole process.
+2. aggcli, one run alone (`run`): the same.
+3. aggcli, 4 modes x 5 seeds as one stack (`compare`): the whole process against 20 TRL processes, and one run's step in the stack.
+4. The stack's cost for R = 1, 4, 20, where its time goes, and its share of the machine's measured float32 matmul rate.
+
+The response lengths of both sides are printed, since the time depends on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPTS, GROUP, LIMIT, SEED = 16, 8, 32, 0
+SUPERVISED_STEPS = 500
+
+
+# -- TRL, in a process of its own -----------------------------------------------------------------------------------
+
+
+def trl_model(task: Any) -> Any:
+    """A Llama of the size of our policy (2 layers, width 64, 4 heads), taught on the task's demonstrations."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=len(task.vocabulary),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=task.pad_id,
+        eos_token_id=task.end_id,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, SUPERVISED_STEPS)
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(SUPERVISED_STEPS):
+        tokens_BL, prompt_length, length_B = task.demonstrations(generator, 128)
+        place_L = torch.arange(tokens_BL.shape[1])
+        taught_BL = (place_L >= prompt_length) & (place_L < length_B[:, None])
+        loss = model(input_ids=tokens_BL, labels=torch.where(taught_BL, tokens_BL, -100)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model
+
+
+def trl_tokenizer(task: Any) -> Any:
+    """One token a character, with the task's ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {character: at for at, character in enumerate(task.vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=task.vocabulary[task.pad_id]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=task.vocabulary[task.end_id],
+        pad_token=task.vocabulary[task.pad_id],
+        padding_side="left",
+    )
+
+
+def trl_process(model_folder: Path, steps: int, threads: int) -> None:
+    """One TRL run; prints JSON: seconds of each step, mean response length and reward of the last step."""
+    import torch
+    from datasets import Dataset
+    from transformers import LlamaForCausalLM, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from aggcli.tasks import make_task
+
+    torch.set_num_threads(threads)
+    task = make_task("running-sum")
+    prompts = task.prompts(SEED, 0, PROMPTS * steps)
+    questions = zip(prompts.tokens_SP, prompts.answer_S, strict=True)
+    rows = [{"prompt": task.text(tokens), "answer": int(answer)} for tokens, answer in questions]
+
+    def reward(completion_ids: list[list[int]], answer: list[int], **_: Any) -> list[float]:
+        found = []
+        for ids, right in zip(completion_ids, answer, strict=True):
+            ended = bool(ids) and ids[-1] == task.end_id
+            digits = [token for token in ids if token < 10]
+            found.append(float(ended and bool(digits) and digits[-1] == right))
+        return found
+
+    stamps: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            stamps.append(time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            stamps.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=PROMPTS * GROUP,
+            num_generations=GROUP,
+            max_completion_length=LIMIT,
+            max_steps=steps,
+            learning_rate=3e-4,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            loss_type="grpo",
+            temperature=1.0,
+            max_grad_norm=1.0,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to=[],
+            logging_steps=max(steps // 4, 1),
+            disable_tqdm=True,
+            seed=SEED,
+        )
+        trainer = GRPOTrainer(
+            model=LlamaForCausalLM.from_pretrained(model_folder),
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=trl_tokenizer(task),
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    logs = [line for line in trainer.state.log_history if "reward" in line]
+    told = {
+        "steps": [after - before for before, after in itertools.pairwise(stamps)],
+        "length_first": logs[0]["completions/mean_length"],
+        "length_last": logs[-1]["completions/mean_length"],
+        "reward_last": logs[-1]["reward"],
+    }
+    print("RESULT " + json.dumps(told))
+
+
+# -- both sides -----------------------------------------------------------------------------------------------------
+
+
+def timed(command: list[str], threads: int, **environment: str) -> tuple[float, str]:
+    """Seconds of a whole process, and what it printed."""
+    settings = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **environment}
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, env=settings)
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return seconds, done.stdout
+
+
+def stack_costs(runs: tuple[int, ...], steps: int, threads: int) -> dict[str, Any]:
+    """Milliseconds per run and step of stacks of R runs, in this process, and the shares of their parts."""
+    import torch
+
+    from aggcli import grid
+    from aggcli.config import MODES, settings_from
+    from aggcli.world import ALONE
+
+    torch.set_num_threads(threads)
+    setup = grid.set_up(settings_from({"steps": steps, "max_response_length": LIMIT}))
+    found: dict[str, Any] = {}
+    for count in runs:
+        modes = MODES if count >= len(MODES) else MODES[:1]
+        specs = grid.runs_of(setup.config, modes, range(count // len(modes)), LIMIT)
+        trainer = grid.trainer_of(setup, specs, ALONE)
+        sampling, reporting = Stopwatch(trainer.sampler, "step"), Stopwatch(trainer.reporter, "step")
+        seconds = [done.seconds for done in trainer.steps()][1:]
+        parts = {"sampling": statistics.median(sampling.seconds[1:]), "records": statistics.median(reporting.seconds[1:])}
+        step = statistics.median(seconds)
+        parts["gradient and update"] = step - sum(parts.values())
+        found[str(count)] = {
+            "ms_per_run_and_step": 1e3 * step / count,
+            "shares": {name: part / step for name, part in parts.items()},
+        }
+    return found
+
+
+class Stopwatch:
+    """Times every call of one method of an object."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.seconds: list[float] = []
+        method = getattr(owner, name)
+
+        def timed_call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.seconds.append(time.perf_counter() - began)
+
+        object.__setattr__(owner, name, timed_call)
+
+
+def matmul_rate(threads: int) -> float:
+    """Measured float32 matrix product rate of the machine, in floating-point operations a second."""
+    import torch
+
+    torch.set_num_threads(threads)
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    times = []
+    for _ in range(12):
+        began = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - began)
+    return 2 * 1024**3 / statistics.median(times[2:])
+
+
+def step_operations(tokens: float) -> float:
+    """Floating-point operations of the matrix products of one run's step, attention left out: 2 a parameter and token to
+    decode, 6 to train."""
+    from aggcli.policy.transformer import PolicyConfig, shapes
+
+    matrices = [shape for name, shape in shapes(PolicyConfig(14, 64)).items() if name not in ("embedding", "position")]
+    return 8 * sum(rows * columns for rows, columns in matrices) * tokens
+
+
+def measure(steps: int, threads: int) -> dict[str, Any]:
+    from aggcli.tasks import make_task
+
+    here = str(Path(__file__).resolve())
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        trl_model(make_task("running-sum")).save_pretrained(model)
+        whole, told = timed([sys.executable, here, "--trl", str(model), "--steps", str(steps)], threads)
+        trl = json.loads(told.split("RESULT ", 1)[1].splitlines()[0])
+        ours = [sys.executable, "-m", "aggcli"]
+        common = ["--steps", str(steps), "--max-response-length", str(LIMIT), "--json"]
+        single, _ = timed([*ours, "run", *common, "--output", f"{folder}/run"], threads)
+        stack, compared = timed([*ours, "compare", "--seeds", "5", *common, "--output", f"{folder}/compare"], threads)
+    costs = stack_costs((1, 4, 20), min(steps, 30), threads)
+    trl_step = statistics.median(trl["steps"][2:])
+    tokens = PROMPTS * GROUP * json.loads(compared)["modes"]["sample_mean"]["response_length"]["mean"]
+    rate = matmul_rate(threads)
+    per_step = costs["20"]["ms_per_run_and_step"] / 1e3
+    return {
+        "threads": threads,
+        "steps": steps,
+        "trl": {"process_s": whole, "step_s": trl_step, "length": [trl["length_first"], trl["length_last"]]},
+        "aggcli": {
+            "single_process_s": single,
+            "single_step_s": costs["1"]["ms_per_run_and_step"] / 1e3,
+            "stack_process_s": stack,
+            "stack_step_of_a_run_s": per_step,
+            "final": json.loads(compared)["modes"],
+        },
+        "stack": costs,
+        "ratios": {
+            "trl_step_over_single_run_step": trl_step / (costs["1"]["ms_per_run_and_step"] / 1e3),
+            "trl_step_over_stacked_run_step": trl_step / per_step,
+            "20_trl_processes_over_the_stack": 20 * whole / stack,
+        },
+        "matmul_gflops": rate / 1e9,
+        "share_of_matmul_rate": step_operations(tokens) / per_step / rate,
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    trl, ours, ratios = found["trl"], found["aggcli"], found["ratios"]
+    accuracy = ", ".join(f"{mode} {figures['accuracy']['mean']:.3f}" for mode, figures in ours["final"].items())
+    print(f"{found['steps']} steps of {PROMPTS} x {GROUP} rollouts, at most {LIMIT} tokens, {found['threads']} threads")
+    print(f"TRL, one process:        {trl['process_s']:8.1f} s, {1e3 * trl['step_s']:7.1f} ms a step (median)")
+    single = 1e3 * ours["single_step_s"]
+    print(f"aggcli, one run:         {ours['single_process_s']:8.1f} s, {single:7.1f} ms a step (median)")
+    print(
+        f"aggcli, 4 modes x 5 seeds:{ours['stack_process_s']:7.1f} s, {1e3 * ours['stack_step_of_a_run_s']:7.1f} ms a run's step"
+    )
+    print(f"response length: TRL {trl['length'][0]:.1f} to {trl['length'][1]:.1f}; final accuracy, aggcli: {accuracy}")
+    for name, ratio in ratios.items():
+        print(f"{name.replace('_', ' ')}: {ratio:.1f}")
+    share = found["share_of_matmul_rate"]
+    print(f"float32 matmul of the machine: {found['matmul_gflops']:.0f} GFLOP/s; the stack's share of it: {share:.2f}")
+    for runs, cost in found["stack"].items():
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in cost["shares"].items())
+        print(f"stack of {runs:>2}: {cost['ms_per_run_and_step']:6.1f} ms per run and step ({shares})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.trl is not None:
+        trl_process(given.trl, given.steps, int(os.environ["OMP_NUM_THREADS"]))
+        return
+    found = measure(given.steps, given.threads)
+    print(json.dumps(found, indent=2)) if given.json else show(found)
+
+
+if __name__ == "__main__":
+    main()

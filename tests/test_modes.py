@@ -1,0 +1,107 @@
+"""`aggcli modes` as a reference: both ways between this project's modes and every framework's names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from aggcli.cli.main import main
+from aggcli.config import MODES
+from aggcli.objective.literature import REFERENCE
+from aggcli.objective.presets.reference import FRAMEWORKS, differences, presets_of, varies
+from aggcli.objective.presets.registry import PRESETS
+from tests.test_audit import VARY
+
+
+def test_the_reference_has_every_mode_with_papers_traps_and_flags() -> None:
+    assert set(REFERENCE) == set(MODES)
+    for entry in REFERENCE.values():
+        assert entry.papers
+        assert entry.traps
+        assert "--loss-aggregation" in entry.flags
+
+
+def test_only_skyrl_has_prompt_mean() -> None:
+    found = presets_of("prompt_mean")
+    assert set(found) == set(FRAMEWORKS)
+    assert {framework: [p.name for p in presets] for framework, presets in found.items() if presets} == {
+        "skyrl": ["skyrl:prompt_mean"]
+    }
+
+
+def test_the_rules_that_the_reference_calls_varying_are_those_that_the_audit_finds() -> None:
+    assert {preset.name for preset in PRESETS.values() if varies(preset)} == VARY
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("verl:token-mean", []),
+        ("trl:dapo", []),
+        ("slime:sample_mean", []),
+        ("slime:per_token", ["each fully masked sample adds a phantom token"]),
+        ("openrlhf:sequence", ["counts samples, not rollouts", "fully masked rows are not counted"]),
+        ("trl:grpo", ["counts samples, not rollouts", "exact for equal micro-batches only"]),
+        ("trl:bnpo", ["varies with the layout: the trained tokens are counted in each micro-batch"]),
+        ("ms-swift:dapo", ["varies with the layout: a loss that is already normalised"]),
+        (
+            "verl:seq-mean-token-sum-norm",
+            ["counts samples, not rollouts", "divides by the padded width, unless told otherwise"],
+        ),
+        ("verl-legacy:seq-mean-token-sum-norm", ["no mean over rollouts", "divides by the padded width", "varies with"]),
+        ("roll:token-mean", ["the mask is not applied to the numerator"]),
+        ("skyrl:prompt_mean", ["strict mean over prompts: --prompt-mean-scale prompts"]),
+        ("prime-rl", ["tokens of zero advantage are not counted"]),
+        ("tinker", ["no mode here equals it"]),
+    ],
+)
+def test_what_differs_from_the_mode_here_is_said_in_words(name: str, expected: list[str]) -> None:
+    found = differences(PRESETS[name])
+    assert len(found) == len(expected)
+    assert all(text.startswith(start) for text, start in zip(found, expected, strict=True))
+
+
+def test_a_mode_is_told_with_every_framework_and_not_available_where_it_is_not(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["modes", "prompt_mean"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("not available" in line for line in lines) == len(FRAMEWORKS) - 1
+    assert any("trainer.algorithm.loss_reduction=prompt_mean" in line for line in lines)
+    assert any("2503.14476" in line for line in lines)
+
+
+def test_map_gives_the_mode_and_the_flags_for_a_frameworks_name(capsys) -> None:
+    assert main(["modes", "--map", "verl:token-mean", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["rules"]["verl:token-mean"]
+    assert found["mode"] == "token_mean"
+    assert found["differences"] == []
+    assert found["here"].startswith("--loss-aggregation token_mean")
+    assert main(["modes", "--map", "dapo"]) == 0
+    assert "three things bear the name" in " ".join(capsys.readouterr().out.split())
+
+
+def test_markdown_has_a_heading_a_mode_and_a_row_a_framework(capsys) -> None:
+    assert main(["modes", "--format", "md"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("## ")] == [f"## `{mode}`" for mode in MODES]
+    rows = [line for line in lines if line.startswith("| ")]
+    assert all(line.replace("\\|", "").count("|") == 7 for line in rows)
+    for framework in FRAMEWORKS:
+        assert sum(line.startswith(f"| {framework} |") for line in rows) >= len(MODES)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("nope",), ("verl:token-mean",), ("--map", "nope"), ("token_mean", "--map", "grpo"), ("--format", "html")]
+)
+def test_what_the_reference_does_not_know_is_refused(arguments: tuple[str, ...], capsys) -> None:
+    assert main(["modes", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("aggcli: ")
+
+
+def test_the_reference_never_imports_torch() -> None:
+    script = "import sys; from aggcli.cli.main import main; main(['modes', 'constant']); assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0

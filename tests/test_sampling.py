@@ -1,0 +1,177 @@
+"""Sampling: noise belongs to (seed, step, sample, position), and nothing else moves a token."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from aggcli.policy import sampling
+from aggcli.policy.log_probs import response_log_probs
+from aggcli.policy.sampling import Sampled, sample, uniforms
+from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, logits, run_of, shapes
+from tests.fake_cuda import fake_cuda
+
+CONFIG = PolicyConfig(vocabulary_size=7, max_length=16, layers=2, width=16, heads=2)
+END, PAD, LIMIT = 5, 6, 12
+
+
+def policies(runs: int) -> Parameters:
+    """Different random policies that end at different times."""
+    made = [initial_parameters(CONFIG, torch.Generator().manual_seed(run), torch.float64) for run in range(runs)]
+    return {name: torch.cat([one[name] for one in made]) for name in made[0]}
+
+
+def prompts_of(runs: int, groups: int) -> Tensor:
+    return torch.randint(0, 5, (runs, groups, 4), generator=torch.Generator().manual_seed(9))
+
+
+def noise_of(runs: int, rows: int) -> Tensor:
+    return torch.stack([uniforms(run, 0, 0, rows, LIMIT) for run in range(runs)])
+
+
+def drawn(parameters: Parameters, prompts: Tensor, noise: Tensor, temperature: float = 1.0) -> Sampled:
+    return sample(parameters, CONFIG, prompts, noise, end_id=END, pad_id=PAD, temperature=temperature)
+
+
+def assert_same(one: Sampled, other: Sampled) -> None:
+    width = min(one.tokens_RBL.shape[-1], other.tokens_RBL.shape[-1])
+    assert int(one.length_RB.max()) <= width
+    assert torch.equal(one.length_RB, other.length_RB)
+    assert torch.equal(one.truncated_RB, other.truncated_RB)
+    assert torch.equal(one.tokens_RBL[..., :width], other.tokens_RBL[..., :width])
+    torch.testing.assert_close(one.log_probs_RBL[..., :width], other.log_probs_RBL[..., :width], rtol=0, atol=1e-12)
+
+
+def test_noise_of_a_sample_does_not_depend_on_count_first_or_length():
+    every = uniforms(3, 4, 0, 50, 32)
+    assert torch.equal(uniforms(3, 4, 20, 5, 32), every[20:25])
+    assert torch.equal(uniforms(3, 4, 0, 50, 8), every[:, :8])
+    assert not torch.equal(uniforms(3, 5, 0, 50, 32), every)
+    assert not torch.equal(uniforms(4, 4, 0, 50, 32), every)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_of_sampling_are_those_of_the_training_forward(temperature: float):
+    parameters, prompts = policies(2), prompts_of(2, 3)
+    result = drawn(parameters, prompts, noise_of(2, 12), temperature)
+    tokens_RBL = torch.cat([prompts.repeat_interleave(4, 1), result.tokens_RBL], -1)
+    log_probs_RBC, _ = response_log_probs(parameters, CONFIG, tokens_RBL, 4, result.length_RB, temperature=temperature)
+    width = log_probs_RBC.shape[-1]
+    torch.testing.assert_close(log_probs_RBC, result.log_probs_RBL[..., :width], rtol=0, atol=1e-12)
+    assert len(set(result.length_RB.flatten().tolist())) > 4  # rows ended at different times
+
+
+def test_each_token_is_the_inverse_of_the_cumulative_distribution_at_its_noise():
+    parameters, prompts, noise = policies(1), prompts_of(1, 2), noise_of(1, 4)
+    result = drawn(parameters, prompts, noise)
+    for row in range(4):
+        tokens = prompts[0, row // 2].tolist()
+        for position in range(int(result.length_RB[0, row])):
+            chances = logits(parameters, CONFIG, torch.tensor([[tokens]]))[0, 0, -1].softmax(-1).tolist()
+            target, cumulative, expected = float(noise[0, row, position]), 0.0, 0
+            for token, chance in enumerate(chances):  # the first token whose cumulative chance exceeds the noise
+                cumulative += chance
+                if cumulative > target:
+                    expected = token
+                    break
+            assert int(result.tokens_RBL[0, row, position]) == expected
+            tokens.append(expected)
+
+
+def test_sampling_does_not_depend_on_compaction(monkeypatch: pytest.MonkeyPatch):
+    parameters, prompts, noise = policies(3), prompts_of(3, 4), noise_of(3, 24)
+    results = []
+    for share, every in ((0.0, 1), (1.0, 1), (0.7, 2), (0.9, 5)):
+        monkeypatch.setattr(sampling, "COMPACT_AT", share)
+        monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", every)
+        results.append(drawn(parameters, prompts, noise))
+    for result in results[1:]:
+        assert_same(results[0], result)
+
+
+def test_a_run_of_a_stack_samples_what_it_samples_alone():
+    parameters, prompts, noise = policies(4), prompts_of(4, 4), noise_of(4, 24)
+    together = drawn(parameters, prompts, noise)
+    for run in range(4):
+        alone = drawn(run_of(parameters, run), prompts[run : run + 1], noise[run : run + 1])
+        part = Sampled(*(getattr(together, name)[run : run + 1] for name in Sampled.__dataclass_fields__))
+        assert_same(alone, part)
+
+
+def test_a_row_does_not_depend_on_the_order_of_rows_or_on_sharing_its_prompt():
+    parameters, prompts, noise = policies(2), prompts_of(2, 4), noise_of(2, 24)
+    shared = drawn(parameters, prompts, noise)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
+    shuffled = drawn(parameters, prompts.repeat_interleave(6, 1)[:, order], noise[:, order])
+    back = order.argsort()
+    assert_same(shared, Sampled(*(getattr(shuffled, name)[:, back] for name in Sampled.__dataclass_fields__)))
+
+
+def test_first_tokens_have_the_frequencies_of_the_softmax():
+    parameters, prompts = policies(1), prompts_of(1, 1)
+    chances = logits(parameters, CONFIG, prompts)[0, 0, -1].softmax(-1)
+    result = sample(parameters, CONFIG, prompts, uniforms(0, 0, 0, 20000, 1)[None], end_id=END, pad_id=PAD)
+    counts = torch.bincount(result.tokens_RBL.flatten(), minlength=7).double()
+    assert ((counts - 20000 * chances) ** 2 / (20000 * chances)).sum() < 22.5  # 6 degrees of freedom, one in a thousand
+
+
+def test_a_row_ends_with_its_end_token_or_is_truncated_and_is_padded_after_it():
+    result = drawn(policies(3), prompts_of(3, 4), noise_of(3, 24))
+    for tokens, length, truncated, log_probs in zip(
+        result.tokens_RBL.flatten(0, 1).tolist(),
+        result.length_RB.flatten().tolist(),
+        result.truncated_RB.flatten().tolist(),
+        result.log_probs_RBL.flatten(0, 1).tolist(),
+        strict=True,
+    ):
+        assert END not in tokens[: length - 1]
+        assert truncated == (tokens[length - 1] != END)
+        assert length == LIMIT or not truncated
+        assert set(tokens[length:]) <= {PAD}
+        assert set(log_probs[length:]) <= {0.0}
+        assert all(value < 0 for value in log_probs[:length])
+    assert result.truncated_RB.any()
+    assert not result.truncated_RB.all()
+
+
+@pytest.mark.parametrize("noise", [0.0, 1 - 2.0**-53])
+def test_the_ends_of_the_noise_give_the_first_and_last_token_with_a_chance(noise: float):
+    parameters = {name: value.float() for name, value in policies(1).items()}
+    parameters["head"][..., [0, 6]] = -1e30 * parameters["head"][..., [0, 6]].abs()
+    parameters["embedding"] = parameters["embedding"].abs()
+    prompts = prompts_of(1, 1)
+    result = sample(parameters, CONFIG, prompts, torch.full((1, 1, 1), noise, dtype=torch.float64), end_id=END, pad_id=PAD)
+    chances = logits(parameters, CONFIG, prompts)[0, 0, -1].softmax(-1)
+    possible = chances.nonzero().flatten().tolist()
+    assert int(result.tokens_RBL) == (possible[0] if noise == 0 else possible[-1])
+
+
+def test_sampling_keeps_to_the_device_of_the_parameters(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sampling.CHECK_EVERY, "cuda", 100)  # a fake tensor has no value to look at
+    with fake_cuda():
+        parameters = {name: torch.empty(2, *shape, device="cuda") for name, shape in shapes(CONFIG).items()}
+        prompts, noise = torch.zeros(2, 3, 4, dtype=torch.int64, device="cuda"), torch.zeros(2, 6, 6, device="cuda")
+        result = drawn(parameters, prompts, noise)
+        for name in Sampled.__dataclass_fields__:
+            assert getattr(result, name).device.type == "cuda"
+        assert result.tokens_RBL.shape == (2, 6, 6)
+
+
+def test_compaction_keeps_to_the_device_of_the_parameters():
+    with fake_cuda():
+        parameters = {name: torch.empty(2, *shape, device="cuda") for name, shape in shapes(CONFIG).items()}
+        prompts, noise = torch.zeros(2, 3, 4, dtype=torch.int64, device="cuda"), torch.zeros(2, 6, 6, device="cuda")
+        decoder = sampling._Decoder(parameters, CONFIG, prompts, noise, 1.0)
+        decoder.draw(0)
+        decoder.compact(4)
+        decoder.read(0)
+        decoder.draw(1)
+        result = decoder.finished(END, PAD)
+        assert result.tokens_RBL.device.type == "cuda"
+        assert result.tokens_RBL.shape == (2, 6, 2)
+
+
+def test_mixing_devices_is_found():
+    with fake_cuda():
+        parameters = {name: torch.empty(1, *shape, device="cuda") for name, shape in shapes(CONFIG).items()}
+        with pytest.raises(RuntimeError, match="device"):
+            drawn(parameters, torch.zeros(1, 3, 4, dtype=torch.int64), torch.zeros(1, 6, 6, device="cuda"))

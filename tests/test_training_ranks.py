@@ -1,0 +1,43 @@
+"""Training on real ranks ends where training on one process does, for every mode, recipe and cut into micro-batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures import MODES
+from tests.train_worker import CASES, RECIPES
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], dict[str, Any]]:
+    output = tmp_path_factory.mktemp("ranks") / "trained.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN, "--nproc-per-node=4", "-m", "tests.train_worker", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return {(e["recipe"], e["cut"], e["layout"]): e for e in json.loads(output.read_text())}
+
+
+@pytest.mark.parametrize(("recipe", "cut", "layout"), CASES)
+def test_every_layout_ends_with_the_parameters_and_metrics_of_one_rank(trained, recipe: str, cut: str, layout: str) -> None:
+    entry = trained[recipe, cut, layout]
+    assert entry["parameters"] == pytest.approx(dict.fromkeys(MODES, 0.0), abs=1e-10)
+    assert entry["metrics"] < 1e-10
+    assert entry["ranks"] == 0.0, "ranks must hold the same parameters to the bit"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_runs_that_are_compared_have_moved_and_the_modes_have_parted(trained, recipe: str) -> None:
+    entry = trained[recipe, "all", "dp1"]
+    assert entry["moved"] > 1e-4
+    assert entry["apart"] > 1e-5

@@ -1,0 +1,100 @@
+"""A run in a stack is the same run alone; runs of one seed share prompts and noise."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from aggcli.policy.sampling import uniforms
+from aggcli.policy.transformer import stacked
+from aggcli.training.rollout import Rollouts, Sampler
+from aggcli.training.stack import RunSpec
+from aggcli.world import ALONE
+from tests.fixtures import MODES
+from tests.train_worker import Trained, largest_difference, runs_of, setup_of, train
+
+SETUP = setup_of(num_iterations=2, global_batch_size=8)
+
+
+def _eight() -> list[RunSpec]:
+    """4 modes x 2 seeds; learning rate, clip range, KL coefficient, divisor and metric weights differ from run to run."""
+    found = []
+    for at, run in enumerate(runs_of(SETUP, MODES, (0, 7))):
+        objective = dataclasses.replace(
+            run.objective,
+            eps_clip=0.1 + 0.02 * at,
+            eps_clip_high=None if at % 2 else 0.3,
+            kl_coef=0.0 if at % 3 == 0 else 0.01 * at,
+            loss_aggregation_divisor=None if run.mode != "constant" else 10.0 + at,
+            metric_aggregation="matched" if at in (2, 3) else "sample_mean",
+        )
+        found.append(dataclasses.replace(run, lr=1e-4 * (at + 1), objective=objective))
+    return found
+
+
+@pytest.fixture(scope="module")
+def together() -> Trained:
+    return train(SETUP, _eight())
+
+
+@pytest.mark.parametrize("run", _eight(), ids=lambda run: run.name)
+def test_a_run_in_a_stack_of_eight_is_the_same_run_alone(together: Trained, run: RunSpec) -> None:
+    alone = train(SETUP, [run])
+    at = [other.name for other in together.trainer.runs].index(run.name)
+    assert (alone.flat_RP[0] - together.flat_RP[at]).abs().max() < 1e-10
+    assert largest_difference(alone.values(run.name), together.values(run.name)) < 1e-10
+    assert len(alone.values(run.name)) == 5 * 2 * 2
+
+
+def test_the_runs_of_the_stack_end_in_eight_different_places(together: Trained) -> None:
+    for at in range(8):
+        others = torch.cat([together.flat_RP[:at], together.flat_RP[at + 1 :]])
+        assert (others - together.flat_RP[at]).abs().amax(1).min() > 1e-5
+
+
+def _rollouts(runs: list[RunSpec], step: int = 0, **settings: object) -> Rollouts:
+    setup = setup_of(**settings)
+    sampler = Sampler(setup.task, setup.policy, setup.config, setup.response_limit, ALONE)  # pyright: ignore[reportArgumentType]
+    return sampler.step(runs, stacked(setup.initial, len(runs)), step)
+
+
+def test_the_first_step_of_a_seed_has_the_same_rollouts_in_every_mode_and_other_ones_in_another_seed() -> None:
+    found = _rollouts(runs_of(SETUP, MODES, (0, 7)))
+    tokens_RSL = found.tokens_SL.view(8, 16, -1)
+    assert all(torch.equal(tokens_RSL[2 * at], tokens_RSL[0]) for at in range(4))
+    assert all(torch.equal(tokens_RSL[2 * at + 1], tokens_RSL[1]) for at in range(4))
+    assert not torch.equal(tokens_RSL[0, :, :7], tokens_RSL[1, :, :7])
+
+
+def test_noise_belongs_to_the_sample_not_to_the_number_of_samples_drawn_beside_it() -> None:
+    few, many = uniforms(3, 5, 0, 4, 8), uniforms(3, 5, 0, 9, 20)
+    assert torch.equal(many[:4, :8], few)
+    assert torch.equal(uniforms(3, 5, 6, 3, 20), many[6:])
+    assert not torch.equal(uniforms(3, 6, 0, 4, 8), few)
+    assert not torch.equal(uniforms(4, 5, 0, 4, 8), few)
+
+
+def test_a_refill_goes_on_where_the_round_before_stopped() -> None:
+    run = runs_of(SETUP, ("sample_mean",))
+    wide = _rollouts(run, rollout_batch_size=12)
+    mixed = _mixed_groups(wide)
+    refilled = _rollouts(run, dynamic_sampling=True)
+    kept = int(refilled.kept_R[0])
+    width = min(wide.tokens_SL.shape[1], refilled.tokens_SL.shape[1])
+    expected = torch.cat([wide.tokens_SL[4 * group : 4 * group + 4, :width] for group in mixed[:kept]])
+    assert refilled.generated_R[0] > 4, "this seed needs a refill, or the test shows nothing"
+    assert torch.equal(refilled.tokens_SL[:, :width], expected)
+
+
+def _mixed_groups(rollouts: Rollouts) -> list[int]:
+    reward_S = rollouts.batch.reward_S
+    assert reward_S is not None
+    return [group for group, rewards in enumerate(reward_S.view(-1, 4).tolist()) if len(set(rewards)) > 1]
+
+
+def test_training_alone_and_in_a_stack_differs_if_the_noise_does(together: Trained) -> None:
+    run = dataclasses.replace(_eight()[0], seed=1)
+    alone = train(SETUP, [run])
+    assert (alone.flat_RP[0] - together.flat_RP[0]).abs().max() > 1e-5

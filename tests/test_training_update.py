@@ -1,0 +1,207 @@
+"""An update is the gradient of the formula written flat, then torch's own optimizer; the loss is TRL's and slime's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aggcli import grid
+from aggcli.config import settings_from
+from aggcli.policy.transformer import Parameters, logits, stacked
+from aggcli.training.report import Reporter
+from aggcli.training.rollout import Rollouts
+from aggcli.training.stack import RunSpec
+from aggcli.training.step import step_gradient, step_tokens
+from aggcli.world import ALONE
+from tests import closed_form
+from tests.fixtures import MODES, batch_of
+from tests.train_worker import runs_of, setup_of, train
+
+DATA = Path(__file__).parent / "data"
+UPDATES = {"steps": 1, "num_iterations": 3, "lr": 3e-3, "layout_records": False}
+
+
+def _rollouts(setup: grid.Setup, run: RunSpec) -> Rollouts:
+    return grid.trainer_of(setup, [run], ALONE).sampler.step([run], stacked(setup.initial, 1), 0)
+
+
+def _all_log_probs(setup: grid.Setup, parameters: Parameters, tokens_SL: Tensor) -> Tensor:
+    """Log-probability of every vocabulary entry at every response place of padded rows, [S, C, V]."""
+    assert setup.task is not None
+    first = setup.task.prompt_length
+    return torch.log_softmax(logits(parameters, setup.policy, tokens_SL[None])[0, :, first - 1 : -1], -1)
+
+
+def _flat(rows: list[list[float]]) -> Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+
+
+def _by_hand(setup: grid.Setup, run: RunSpec, make: Any, warm_up: int = 0, clip: Any = None) -> Tensor:
+    """The parameters after the updates of one rollout step: the formula flat, autograd, and an optimizer of torch's."""
+    assert setup.task is not None
+    rollouts, objective = _rollouts(setup, run), run.objective
+    length_S = rollouts.batch.response_length_S
+    real_SC = torch.arange(int(length_S.max())) < length_S[:, None]
+    samples = [{"response_length": n, "group_index": at // 4} for at, n in enumerate(length_S.tolist())]
+    weight_T = _flat(closed_form.weights(samples, run.mode, objective.loss_aggregation_divisor or 0.0))
+    metric = "token_mean" if run.mode == "token_mean" else "sample_mean"
+    metric_T = _flat(closed_form.weights(samples, metric))
+    advantage_T = rollouts.batch.advantages_T
+    target_SC1 = rollouts.tokens_SL[:, setup.task.prompt_length :, None]
+    leaves = {name: value.clone().requires_grad_() for name, value in setup.initial.items()}
+    optimizer = make(list(leaves.values()))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min((k + 1) / warm_up, 1.0) if warm_up else 1.0)
+    start_T = _all_log_probs(setup, setup.initial, rollouts.tokens_SL).gather(2, target_SC1)[..., 0][real_SC]
+    for _ in range(setup.config.training.num_iterations):
+        log_probs_SCV = _all_log_probs(setup, leaves, rollouts.tokens_SL)
+        new_T = log_probs_SCV.gather(2, target_SC1)[..., 0][real_SC]
+        ratio_T = (new_T - start_T).exp()
+        low, high = objective.clip_range
+        pg_T = -torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low, high) * advantage_T)
+        gap_T = start_T - new_T  # the reference is the initial policy, and so is the old one in a first rollout step
+        entropy_T = -(log_probs_SCV.exp() * log_probs_SCV).sum(-1)[real_SC]
+        penalty_T = objective.kl_coef * (gap_T.exp() - 1 - gap_T) - objective.entropy_coef * entropy_T
+        optimizer.zero_grad()
+        ((weight_T * pg_T).sum() + (metric_T * penalty_T).sum()).backward()
+        if clip is not None:
+            clip(list(leaves.values()))
+        optimizer.step()
+        schedule.step()
+    return torch.cat([value.detach().flatten() for value in leaves.values()])
+
+
+def _trained(setup: grid.Setup, run: RunSpec) -> Tensor:
+    return train(setup, [run]).flat_RP[0]
+
+
+def _moved(setup: grid.Setup, flat_P: Tensor) -> float:
+    return float((flat_P - torch.cat([value.flatten() for value in setup.initial.values()])).abs().max())
+
+
+def _sgd(**options: Any) -> Any:
+    return lambda leaves: torch.optim.SGD(leaves, **options)
+
+
+def _adamw(**options: Any) -> Any:
+    return lambda leaves: torch.optim.AdamW(leaves, **options)
+
+
+@pytest.mark.parametrize("penalties", [{}, {"kl_coef": 0.3, "entropy_coef": 0.05}], ids=["plain", "KL and entropy"])
+@pytest.mark.parametrize("mode", MODES)
+def test_three_sgd_updates_are_those_of_autograd_on_the_flat_formula(mode: str, penalties: dict[str, float]) -> None:
+    setup = setup_of(**UPDATES | {"lr": 0.3}, **penalties, optimizer="sgd", clip_grad=0.0, eps_clip=0.05, eps_clip_high=0.1)
+    (run,) = runs_of(setup, (mode,))
+    found_P, expected_P = _trained(setup, run), _by_hand(setup, run, _sgd(lr=0.3))
+    assert (found_P - expected_P).abs().max() < 1e-10
+    assert _moved(setup, expected_P) > 1e-3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_three_adamw_updates_with_weight_decay_and_warm_up_are_torchs(mode: str) -> None:
+    setup = setup_of(**UPDATES, weight_decay=0.1, lr_warmup_steps=2, clip_grad=0.0, adam_beta1=0.8, adam_beta2=0.95)
+    (run,) = runs_of(setup, (mode,))
+    make = _adamw(lr=3e-3, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.1)
+    found_P, expected_P = _trained(setup, run), _by_hand(setup, run, make, warm_up=2)
+    assert (found_P - expected_P).abs().max() < 1e-10
+    assert _moved(setup, expected_P) > 1e-3
+    assert (found_P - _by_hand(setup, run, make)).abs().max() > 1e-5, "warm-up must show"
+
+
+def test_sgd_with_weight_decay_is_torchs() -> None:
+    setup = setup_of(**UPDATES, optimizer="sgd", weight_decay=2.0, clip_grad=0.0)
+    (run,) = runs_of(setup, ("sample_mean",))
+    found_P = _trained(setup, run)
+    assert (found_P - _by_hand(setup, run, _sgd(lr=3e-3, weight_decay=2.0))).abs().max() < 1e-10
+    assert (found_P - _by_hand(setup, run, _sgd(lr=3e-3))).abs().max() > 1e-3
+
+
+def _shrink(leaves: list[Tensor], most: float) -> None:
+    """Scale gradients to the 2-norm `most` where they exceed it, without an epsilon."""
+    norm = torch.cat([leaf.grad.flatten() for leaf in leaves if leaf.grad is not None]).norm()
+    for leaf in leaves:
+        assert leaf.grad is not None
+        leaf.grad *= min(1.0, most / float(norm))
+
+
+@pytest.mark.parametrize("most", [0.05, 1e3], ids=["binds", "does not bind"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_clipping_is_by_the_norm_of_the_runs_whole_gradient_as_torchs_but_for_its_epsilon(optimizer: str, most: float) -> None:
+    setup = setup_of(**UPDATES, optimizer=optimizer, clip_grad=most)
+    (run,) = runs_of(setup, ("prompt_mean",))
+    make = _sgd(lr=3e-3) if optimizer == "sgd" else _adamw(lr=3e-3, weight_decay=0.0)
+    found_P = _trained(setup, run)
+    exact_P = _by_hand(setup, run, make, clip=lambda leaves: _shrink(leaves, most))
+    torchs_P = _by_hand(setup, run, make, clip=lambda leaves: torch.nn.utils.clip_grad_norm_(leaves, most))
+    moved = _moved(setup, exact_P)
+    assert (found_P - exact_P).abs().max() < 1e-10
+    assert (found_P - torchs_P).abs().max() < 3e-5 * moved
+    free = (found_P - _by_hand(setup, run, make)).abs().max()
+    assert free < 1e-10 if most > 1 else free > 1e-5 * moved
+
+
+# -- TRL and slime --------------------------------------------------------------------------------------------------
+
+GOLDEN = json.loads((DATA / "slime_reducer.json").read_text())[0]
+PRESETS = [entry for entry in json.loads((DATA / "framework_presets.json").read_text()) if entry["preset"] in (
+    "trl:grpo", "trl:dr_grpo", "trl:dapo")]
+OF_PRESET = {"trl:grpo": "sample_mean", "trl:dr_grpo": "constant", "trl:dapo": "token_mean"}
+
+
+def _step(mode: str, divisor: float | None, scale: str, split: list[list[list[int]]]) -> tuple[float, list[list[float]]]:
+    """pg_loss and d pg_loss / d log_probs of the golden fixture by the training step; the "policy" is a table of numbers."""
+    fixture = GOLDEN["fixture"]
+    samples, step = fixture["samples"], batch_of(fixture["samples"])
+    given = {
+        "loss_aggregation": mode,
+        "loss_aggregation_divisor": divisor,
+        "prompt_mean_scale": scale,
+        "eps_clip": fixture["eps_clip"],
+        "eps_clip_high": fixture["eps_clip_high"],
+        "max_response_length": 64,
+    }
+    config = settings_from(given)
+    run = RunSpec(mode, mode, 0, config.objective, 1.0)
+    longest = int(step.response_length_S.max())
+    table_1SC = torch.zeros(1, len(samples), longest, dtype=torch.float64)
+    for at, sample in enumerate(samples):
+        table_1SC[0, at, : sample["response_length"]] = torch.tensor(sample["log_probs"], dtype=torch.float64)
+    leaf = table_1SC.requires_grad_()
+
+    def forward(parameters: Parameters, tokens_RBL: Tensor, prompt_RB: Tensor, length_RB: Tensor) -> Any:
+        found_1BC = parameters["head"][:, tokens_RBL[0, :, 0], : max(int(length_RB.max()), 1)]
+        return found_1BC, torch.zeros_like(found_1BC), None
+
+    tokens = step_tokens(step, [run], torch.float64)
+    assert step.old_log_probs_T is not None
+    tokens = type(tokens)(**{**vars(tokens), "old_log_probs_T": step.old_log_probs_T.double()})
+    rows = [torch.tensor([part]) for rank in split for part in rank]
+    number_SL = torch.arange(len(samples))[:, None].expand(-1, int(step.total_length_S.max()))
+    found = step_gradient(forward, {"head": leaf}, rows, step, number_SL, tokens, config.objective, ALONE)
+    (report,) = Reporter(config, (), 64).step([run], step, tokens, found, [{}], [{}])
+    gradient_SC = found.gradient_RP.view(len(samples), longest)
+    pg_loss = report.values["pg_loss"]
+    assert pg_loss is not None
+    return pg_loss, [gradient_SC[at, : s["response_length"]].tolist() for at, s in enumerate(samples)]
+
+
+@pytest.mark.parametrize("entry", PRESETS, ids=lambda entry: f"{entry['preset']}-{entry['layout']}")
+def test_the_training_step_has_trls_own_loss(entry: dict[str, Any]) -> None:
+    pg_loss, gradient = _step(OF_PRESET[entry["preset"]], entry["divisor"], "rollouts", entry["split"])
+    assert pg_loss == pytest.approx(entry["pg_loss"], abs=1e-10)
+    assert any(value for row in gradient for value in row)
+
+
+@pytest.mark.parametrize("split", [PRESETS[0]["split"], PRESETS[-1]["split"]], ids=["one micro-batch", "four ranks"])
+@pytest.mark.parametrize(
+    "case", [case for case in GOLDEN["cases"] if "grads" in case], ids=lambda case: f"{case['mode']}-{case['prompt_norm']}"
+)
+def test_the_training_step_has_slimes_gradient_by_log_probs(case: dict[str, Any], split: list[list[list[int]]]) -> None:
+    pg_loss, gradient = _step(case["mode"], case["divisor"], case["prompt_norm"] or "rollouts", split)
+    assert pg_loss == pytest.approx(case["pg_loss"], abs=1e-10)
+    expected = [value for row in case["grads"] for value in row]
+    assert [value for row in gradient for value in row] == pytest.approx(expected, abs=1e-10)

@@ -1,0 +1,127 @@
+"""Small training runs for the tests; as a program, a grid of them on four real ranks, started once by tests/test_training_ranks.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aggcli import grid
+from aggcli.config import settings_from
+from aggcli.training.loop import Trainer
+from aggcli.training.report import RunReport
+from aggcli.training.stack import RunSpec
+from aggcli.world import ALONE, World, join, leave
+from tests.fixtures import MODES
+
+SMALL: dict[str, Any] = {
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 4,
+    "max_response_length": 16,
+    "steps": 5,
+    "dtype": "float64",
+    "device": "cpu",
+}
+"""4 prompts x 4 of the six-digit task from its shipped warm start, in float64."""
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {"recipe": "grpo", "kl_coef": 0.05},
+    "dapo": {"recipe": "dapo"},
+    "dr_grpo": {"recipe": "dr_grpo"},
+    "several updates a batch": {"recipe": "grpo", "global_batch_size": 8, "num_iterations": 2, "entropy_coef": 0.01},
+}
+CUTS: dict[str, dict[str, Any]] = {"all": {}, "micro-batch 1": {"micro_batch_size": 1}, "40 tokens": {"max_tokens_per_gpu": 40}}
+LAYOUTS = {"dp1": (1, 1), "dp2": (2, 1), "dp4": (4, 1), "dp2cp2": (2, 2)}
+CASES = [
+    (recipe, cut, layout)
+    for recipe in RECIPES
+    for cut in CUTS
+    for layout in LAYOUTS
+    if cut == "all" or recipe != "several updates a batch"
+]
+"""The first of each recipe, one rank and one micro-batch, is what the others are compared with."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished stack: the numbers of each run [R, P], and its reports, optimizer step by optimizer step."""
+
+    trainer: Trainer
+    flat_RP: Tensor
+    reports: dict[str, list[RunReport]]
+
+    def values(self, run: str) -> list[dict[str, float | None]]:
+        return [dict(report.values) for report in self.reports[run]]
+
+
+def setup_of(**settings: Any) -> grid.Setup:
+    return grid.set_up(settings_from({**SMALL, **settings}))
+
+
+def runs_of(setup: grid.Setup, modes: Sequence[str] = MODES, seeds: Sequence[int] = (0,)) -> list[RunSpec]:
+    return grid.runs_of(setup.config, modes, seeds, setup.response_limit)
+
+
+def train(setup: grid.Setup, runs: Sequence[RunSpec], world: World = ALONE) -> Trained:
+    """Train to the end, keeping every report."""
+    trainer = grid.trainer_of(setup, runs, world)
+    reports: dict[str, list[RunReport]] = {run.name: [] for run in runs}
+    for step in trainer.steps():
+        for _, of_step in step.optimizer_steps:
+            for report in of_step:
+                reports[report.run.name].append(report)
+    return Trained(trainer, trainer.weights.flat_RP, reports)
+
+
+def largest_difference(a: Sequence[Mapping[str, float | None]], b: Sequence[Mapping[str, float | None]]) -> float:
+    """Between two lists of metrics, absolute; infinite where only one has a number."""
+    assert len(a) == len(b)
+    worst = 0.0
+    for left, right in zip(a, b, strict=True):
+        assert left.keys() == right.keys(), left.keys() ^ right.keys()
+        for name, value in left.items():
+            other = right[name]
+            worst = max(worst, (0.0 if value is other else float("inf")) if value is None or other is None else abs(value - other))
+    return worst
+
+
+def main(output: Path) -> None:
+    world = join()
+    torch.set_num_threads(1)
+    worlds = {size: World(world.rank, size, dist.new_group(list(range(size)))) for size in (2, 4)} | {1: ALONE}
+    found = []
+    base: dict[str, Trained] = {}
+    for recipe, cut, layout in CASES:
+        dp, cp = LAYOUTS[layout]
+        if world.rank >= dp * cp:
+            continue
+        setup = setup_of(**RECIPES[recipe], **CUTS[cut], dp=dp, cp=cp, layout_records=False)
+        done = train(setup, runs_of(setup), worlds[dp * cp])
+        spread = [float((other - done.flat_RP).abs().max()) for other in worlds[dp * cp].tensors(done.flat_RP)]
+        if world.is_root:
+            against = _against(done, base.setdefault(recipe, done))
+            found.append({"recipe": recipe, "cut": cut, "layout": layout, "ranks": max(spread), **against})
+    if world.is_root:
+        output.write_text(json.dumps(found))
+    leave(world)
+
+
+def _against(done: Trained, base: Trained) -> dict[str, Any]:
+    """How far each mode's parameters are from those of one rank, and how far those are from where they began."""
+    start_P = torch.cat([value.flatten() for value in done.trainer.reference.values()])
+    return {
+        "parameters": dict(zip(MODES, (done.flat_RP - base.flat_RP).abs().amax(1).tolist(), strict=True)),
+        "moved": (base.flat_RP - start_P).abs().amax(1).min().item(),
+        "apart": (base.flat_RP[1:] - base.flat_RP[:1]).abs().amax(1).min().item(),
+        "metrics": max(largest_difference(done.values(run), base.values(run)) for run in base.reports),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
