@@ -6,6 +6,7 @@ them changes none (only Holm's correction, which counts the pairs that are shown
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ def _with_pairs(
         label: Pair(base, pair.common, pair.test, one, flip)
         for (label, pair), one, flip in zip(shown.items(), p, flips, strict=True)
     }
-    return {label: Outcome(**{**vars(outcome), "pair": done.get(label)}) for label, outcome in present.items()}
+    return {label: dataclasses.replace(outcome, pair=done.get(label)) for label, outcome in present.items()}
 
 
 def _pair(
