@@ -15,7 +15,7 @@ from aggcli.errors import SettingError
 from aggcli.layout.schedule import Layout
 from aggcli.layout.steps import layouts_of
 from aggcli.measurement.local import is_correct
-from aggcli.objective.aggregation import sample_weights, step_denominators
+from aggcli.objective.presets.registry import find_rule
 from aggcli.policy.sampling import sample, uniforms
 from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, shapes, stacked
 from aggcli.policy.warm_start import default_policy, load_policy, starting_policy
@@ -28,6 +28,7 @@ from aggcli.training.report import Reporter
 from aggcli.training.rollout import Sampler, StepSource
 from aggcli.training.rows import layout_in_force
 from aggcli.training.stack import RunSpec
+from aggcli.training.step import rule_weights
 from aggcli.world import ALONE, World
 
 EVALUATION_STEP = 2**31 - 1
@@ -126,10 +127,16 @@ def runs_of(config: RunConfig, modes: Sequence[str], seeds: Sequence[int], respo
             config.objective,
             loss_aggregation=mode,
             calculate_per_token_loss=mode == "token_mean",
-            loss_aggregation_divisor=divisor if mode == "constant" else None,
+            loss_aggregation_divisor=divisor if takes_divisor(mode) else None,
         )
         found += [RunSpec(f"{mode}/seed-{seed}", mode, seed, objective, config.training.lr) for seed in seeds]
     return found
+
+
+def takes_divisor(mode: str) -> bool:
+    """Whether a mode, or another framework's rule, divides by a constant."""
+    preset = find_rule(mode).preset
+    return preset.needs_divisor or bool(preset.divisor_is)
 
 
 def trainer_of(setup: Setup, runs: Sequence[RunSpec], world: World) -> Trainer:
@@ -228,21 +235,12 @@ def predicted_gap(setup: Setup, modes: Sequence[str], seed: int) -> Gap:
     batch = sampler.step(runs[:1], stacked(setup.initial, 1), 0).batch
     if not batch.num_samples:
         return Gap(start, {})
-    counts = step_denominators(batch, prompt_sums=True)
     longest_S = batch.response_length_S.argsort(descending=True, stable=True)[: max(batch.num_samples // 4, 1)]
+    of_longest_T = torch.isin(batch.sample_of_token(), longest_S)
     shares = {}
     for run in runs:
-        objective = run.objective
-        weight_S = (
-            sample_weights(
-                run.mode,
-                counts,
-                divisor=objective.loss_aggregation_divisor,
-                prompt_mean_scale=objective.prompt_mean_scale,
-            )
-            * batch.mask_sum_S()
-        )
-        shares[run.mode] = float(weight_S[longest_S].sum() / weight_S.sum())
+        weight_T = rule_weights(batch, [run], [run.mode], layout_in_force(setup.config.layout))
+        shares[run.mode] = float(weight_T[of_longest_T].sum() / weight_T.sum())
     return Gap(start, shares)
 
 

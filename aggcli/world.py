@@ -189,8 +189,8 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> None:
 
     if ranks > 64 * (os.cpu_count() or 1):
         raise SettingError(f"{ranks} ranks on {os.cpu_count()} cores: use --layouts to evaluate large layouts in-process")
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # the agent's module has a level of its own
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -1,20 +1,17 @@
-"""The stacked transformer, its log-probabilities of responses, and its warm start."""
+"""The stacked transformer and its log-probabilities of responses."""
 
-import dataclasses
-import json
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from aggcli.errors import SettingError
+from aggcli.policy import log_probs
 from aggcli.policy import warm_start as warm
 from aggcli.policy.log_probs import response_log_probs
 from aggcli.policy.packing import pack
-from aggcli.policy.sampling import sample, uniforms
+from aggcli.policy.parallel import groups_of
 from aggcli.policy.transformer import (
     Parameters,
     PolicyConfig,
@@ -104,9 +101,9 @@ def test_response_log_probs_and_entropies_are_those_of_each_row_alone(packed: bo
         for row in range(12):
             n = int(length_RB[run, row])
             alone = tokens_RBL[run, row, : PROMPT + n]
-            log_probs = logits(run_of(parameters, run), CONFIG, alone[None, None])[0, 0].log_softmax(-1)
-            expected = [float(log_probs[PROMPT + c - 1, alone[PROMPT + c]]) for c in range(n)]
-            spread = [-sum(math.exp(v) * v for v in log_probs[PROMPT + c - 1].tolist()) for c in range(n)]
+            log_probs_LV = logits(run_of(parameters, run), CONFIG, alone[None, None])[0, 0].log_softmax(-1)
+            expected = [float(log_probs_LV[PROMPT + c - 1, alone[PROMPT + c]]) for c in range(n)]
+            spread = [-sum(math.exp(v) * v for v in log_probs_LV[PROMPT + c - 1].tolist()) for c in range(n)]
             rest = [0.0] * (log_prob_RBC.shape[-1] - n)
             assert log_prob_RBC[run, row].tolist() == pytest.approx(expected + rest, abs=1e-12)
             assert entropy_RBC[run, row].tolist() == pytest.approx(spread + rest, abs=1e-12)
@@ -124,13 +121,17 @@ def test_rows_may_have_prompts_of_different_length():
         torch.testing.assert_close(log_prob_RBC[0, row, :n], expected[0, 0, :n], rtol=0, atol=1e-12)
 
 
-def gradients(parameters: Parameters, tokens_RBL: Tensor, length_RB: Tensor, prompt: int | Tensor) -> list[Tensor]:
-    """Of an arbitrary weighted sum of log-probabilities and entropies."""
+def gradients(
+    parameters: Parameters, tokens_RBL: Tensor, length_RB: Tensor, prompt: int | Tensor, scale_R: Tensor | float = 1.0
+) -> list[Tensor]:
+    """Of an arbitrary weighted sum of log-probabilities and entropies, each run's scaled by `scale_R`."""
     leaves = {name: value.clone().requires_grad_(True) for name, value in parameters.items()}
     log_prob, entropy = response_log_probs(leaves, CONFIG, tokens_RBL, prompt, length_RB, entropy=True)
     assert entropy is not None
     weight = torch.linspace(-1, 2, log_prob.shape[1] * log_prob.shape[2], dtype=torch.float64).view(log_prob.shape[1:])
-    return list(torch.autograd.grad((log_prob * weight + entropy * weight.cos()).sum(), list(leaves.values())))
+    return list(
+        torch.autograd.grad(((log_prob * weight + entropy * weight.cos()).sum((1, 2)) * scale_R).sum(), list(leaves.values()))
+    )
 
 
 def test_a_run_of_a_stack_is_the_run_alone_and_so_are_its_gradients():
@@ -149,6 +150,49 @@ def test_a_run_of_a_stack_is_the_run_alone_and_so_are_its_gradients():
             torch.testing.assert_close(slope[part], own, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_groups_of_runs_in_threads_compute_what_one_group_computes(threads: int, monkeypatch: pytest.MonkeyPatch):
+    parameters, (tokens_RBL, length_RB) = policies(7), rows_of(7)
+    length_RB[:, 2] = 9
+    length_RB[3, 2] = 11  # the longest is in one group only
+
+    def everything(most: int) -> list[Tensor]:
+        monkeypatch.setattr(log_probs, "RUNS_AT_ONCE", most)
+        with torch.no_grad():
+            plain, entropy = response_log_probs(parameters, CONFIG, tokens_RBL, PROMPT, length_RB, entropy=True)
+        assert entropy is not None
+        assert not plain.requires_grad
+        return [plain, entropy, *gradients(parameters, tokens_RBL, length_RB, PROMPT, torch.arange(1.0, 8.0))]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    whole = everything(7)
+    torch.set_num_threads(threads)
+    try:
+        grouped = everything(2)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(whole, grouped, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("runs", "most", "threads", "sizes"),
+    [(1, 4, 2, [1]), (2, 4, 2, [1, 1]), (20, 4, 2, [3, 3, 4, 3, 3, 4]), (20, 4, 1, [4] * 5), (3, 8, 4, [1, 1, 1])],
+)
+def test_runs_are_spread_evenly_over_threads(runs: int, most: int, threads: int, sizes: list[int]):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        groups = groups_of(runs, most, torch.device("cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert [group.stop - group.start for group in groups] == sizes
+    assert [group.start for group in groups] == [sum(sizes[:i]) for i in range(len(sizes))]
+    assert groups_of(runs, most, torch.device("cuda")) == [slice(0, runs)]
+
+
 def test_gradients_of_packed_rows_are_those_of_padded_rows():
     parameters, (tokens_RBL, length_RB) = policies(2), rows_of(2)
     padded = gradients(parameters, tokens_RBL, length_RB, torch.full((2, 12), PROMPT))
@@ -160,12 +204,12 @@ def test_gradients_are_those_of_finite_differences():
     config = PolicyConfig(vocabulary_size=5, max_length=6, layers=1, width=4, heads=2)
     parameters = policies(1, config)
     tokens_RBL = torch.tensor([[[1, 2, 3, 0, 4], [1, 2, 0, 4, 4], [3, 2, 1, 0, 0]]])
-    length_RB = torch.tensor([[3, 2, 1]])
+    packing = pack(tokens_RBL, 2, torch.tensor([[3, 2, 1]]))
     names = list(parameters)
 
     def total(*values: Tensor) -> Tensor:
         given = dict(zip(names, values, strict=True))
-        log_prob, entropy = response_log_probs(given, config, tokens_RBL, 2, length_RB, entropy=True)
+        log_prob, entropy = log_probs.packed_log_probs(given, config, packing, entropy=True)
         assert entropy is not None
         return (log_prob * torch.tensor([1.0, -2.0, 3.0]) + entropy).sum()
 
@@ -178,11 +222,13 @@ def test_padding_never_reaches_a_real_token(packed: bool):
     prompt = PROMPT if packed else torch.full((2, 12), PROMPT)
     padding_RBL = torch.arange(tokens_RBL.shape[-1]) >= PROMPT + length_RB[..., None]
     changed_RBL = torch.where(padding_RBL, (tokens_RBL + 3) % 7, tokens_RBL)
-    for made in (gradients, lambda *given: list(response_log_probs(given[0], CONFIG, given[1], given[3], given[2]))[:1]):
-        for one, other in zip(
-            made(parameters, tokens_RBL, length_RB, prompt), made(parameters, changed_RBL, length_RB, prompt), strict=True
-        ):
-            assert torch.equal(one, other)
+    one, _ = response_log_probs(parameters, CONFIG, tokens_RBL, prompt, length_RB)
+    other, _ = response_log_probs(parameters, CONFIG, changed_RBL, prompt, length_RB)
+    assert torch.equal(one, other)
+    for slope, changed in zip(
+        gradients(parameters, tokens_RBL, length_RB, prompt), gradients(parameters, changed_RBL, length_RB, prompt), strict=True
+    ):
+        torch.testing.assert_close(slope, changed, rtol=0, atol=1e-13)
 
 
 def test_each_bin_holds_every_row_once_and_padding_is_small():
@@ -262,7 +308,7 @@ def test_forward_and_backward_keep_to_one_device():
     tokens_RBL, length_RB = rows_of(2)
     packing = pack(tokens_RBL, PROMPT, length_RB)
     parameters = {name: torch.empty(2, *shape, device="meta", requires_grad=True) for name, shape in shapes(CONFIG).items()}
-    log_prob, entropy = warm.packed_log_probs(parameters, CONFIG, packing.to("meta"), entropy=True)
+    log_prob, entropy = log_probs.packed_log_probs(parameters, CONFIG, packing.to("meta"), entropy=True)
     assert entropy is not None
     (log_prob.sum() + entropy.sum()).backward()
     prompt_RB = torch.full((2, 12), PROMPT, device="meta")
@@ -293,79 +339,3 @@ def test_autocast_computes_the_same_in_bfloat16_roughly():
     torch.testing.assert_close(rough, exact, rtol=0, atol=0.1)
     assert not torch.equal(rough, exact)
     assert all(value.grad is not None and value.grad.dtype == torch.float32 for value in parameters.values())
-
-
-# -- warm start -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["running-sum", "control"])
-def test_the_shipped_policy_is_right_about_half_of_the_time(name: str):
-    task = make_task(name)
-    config = warm.default_policy(task, 32)
-    parameters, about = warm.load_policy(warm.SHIPPED / warm.file_name(task))
-    assert about["settings"] == warm.settings_of(task, config)
-    prompts = task.prompts(0, 0, 512)
-    result = sample(
-        parameters, config, prompts.tokens_SP[None], uniforms(0, 0, 0, 512, 32)[None], end_id=task.end_id, pad_id=task.pad_id
-    )
-    reward, _ = task.verify(prompts.answer_S[None], result.tokens_RBL, result.length_RB)
-    assert float(reward.mean()) == pytest.approx(0.5, abs=0.09)
-    assert int(result.truncated_RB.sum()) <= 5
-    assert float(result.length_RB.double().mean()) == pytest.approx({"running-sum": 8.5, "control": 12.3}[name], abs=0.9)
-
-
-def test_the_warm_start_is_deterministic_and_learns():
-    task = make_task("running-sum")
-    config = warm.default_policy(task, 32)
-    first, again = warm.warm_start(task, config, steps=20), warm.warm_start(task, config, steps=20)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    other = warm.warm_start(task, config, steps=20, seed=1)
-    assert not torch.equal(first["head"], other["head"])
-    tokens_BL, prompt, length_B = task.demonstrations(torch.Generator().manual_seed(99), 256)
-    before, _ = response_log_probs(
-        warm.warm_start(task, config, steps=0), config, tokens_BL[None], prompt, (length_B - prompt)[None]
-    )
-    after, _ = response_log_probs(first, config, tokens_BL[None], prompt, (length_B - prompt)[None])
-    assert float(after.sum()) > 0.8 * float(before.sum())
-
-
-def test_another_policy_is_made_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    task = make_task("running-sum", digits=2)
-    config = PolicyConfig(len(task.vocabulary), max_length=32, layers=1, width=8, heads=2)
-    made = []
-    monkeypatch.setattr(warm, "warm_start", lambda *given: made.append(given) or initial_parameters(config, torch.Generator()))
-    first = warm.starting_policy(task, config)
-    second = warm.starting_policy(task, config)
-    assert len(made) == 1
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    (path,) = (tmp_path / "aggcli").iterdir()
-    assert path.name == warm.key_of(warm.settings_of(task, config)) + ".safetensors"
-    path.write_bytes(b"half a file")
-    warm.starting_policy(task, config)
-    assert len(made) == 2
-    warm.starting_policy(task, dataclasses.replace(config, max_length=64))
-    assert len(made) == 3
-
-
-def test_a_saved_policy_names_its_settings_and_command_and_is_the_same_file_each_time(tmp_path: Path):
-    task = make_task("running-sum", digits=3)
-    config = warm.default_policy(task, 32)
-    parameters = initial_parameters(config, torch.Generator().manual_seed(0))
-    settings, command = warm.settings_of(task, config), warm.command_of(task, config, "x.safetensors")
-    for name in ("one", "two"):
-        warm.save_policy(tmp_path / name, parameters, settings, command)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
-    loaded, about = warm.load_policy(tmp_path / "one")
-    assert all(torch.equal(loaded[name], parameters[name]) for name in parameters)
-    assert about["settings"] == json.loads(json.dumps(settings))
-    assert about["command"] == (
-        "python -m aggcli.policy.warm_start --task running-sum --digits 3 --max-length 64 --output x.safetensors"
-    )
-
-
-def test_a_file_that_is_no_policy_is_refused_by_name(tmp_path: Path):
-    (tmp_path / "bad.safetensors").write_bytes(b"not one")
-    with pytest.raises(SettingError, match=re.escape(f"{tmp_path / 'bad.safetensors'}: is not a policy that aggcli saved")):
-        warm.load_policy(tmp_path / "bad.safetensors")

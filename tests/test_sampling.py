@@ -97,6 +97,16 @@ def test_a_run_of_a_stack_samples_what_it_samples_alone():
         assert_same(alone, part)
 
 
+def test_groups_of_runs_in_threads_sample_what_one_group_samples(monkeypatch: pytest.MonkeyPatch):
+    parameters, prompts, noise = policies(5), prompts_of(5, 4), noise_of(5, 24)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    whole = drawn(parameters, prompts, noise)
+    monkeypatch.setattr(sampling, "RUNS_AT_ONCE", 2)
+    assert_same(whole, drawn(parameters, prompts, noise))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert_same(whole, drawn(parameters, prompts, noise))
+
+
 def test_a_row_does_not_depend_on_the_order_of_rows_or_on_sharing_its_prompt():
     parameters, prompts, noise = policies(2), prompts_of(2, 4), noise_of(2, 24)
     shared = drawn(parameters, prompts, noise)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aggcli import grid
 from aggcli.config import settings_from
+from aggcli.layout.schedule import parse_layout
 from aggcli.policy.transformer import Parameters, logits, stacked
 from aggcli.training.report import Reporter
 from aggcli.training.rollout import Rollouts
@@ -176,7 +177,7 @@ def _step(mode: str, divisor: float | None, scale: str, split: list[list[list[in
         found_1BC = parameters["head"][:, tokens_RBL[0, :, 0], : max(int(length_RB.max()), 1)]
         return found_1BC, torch.zeros_like(found_1BC), None
 
-    tokens = step_tokens(step, [run], torch.float64)
+    tokens = step_tokens(step, [run], parse_layout("dp1"), torch.float64)
     assert step.old_log_probs_T is not None
     tokens = type(tokens)(**{**vars(tokens), "old_log_probs_T": step.old_log_probs_T.double()})
     rows = [torch.tensor([part]) for rank in split for part in rank]

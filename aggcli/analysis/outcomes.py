@@ -59,7 +59,7 @@ FIGURES = {
         Figure("correct/response_length", "length of correct responses", "tokens", "correct/response_length"),
         Figure("incorrect/response_length", "length of wrong responses", "tokens", "incorrect/response_length"),
         Figure("entropy_loss", "entropy of the policy", "nats", "entropy_loss"),
-        Figure("tokens", "response tokens trained on", "tokens", "tokens"),
+        Figure("tokens", "tokens trained on before the last common step", "tokens", "tokens"),
     )
 }
 
@@ -147,9 +147,7 @@ def _outcome(figure: Figure, label: str, runs: Sequence[History], window: float,
         return None
     own = list(values.values())
     found = interval(own)
-    return Outcome(
-        label, values, found.mean, standard_deviation(own), found.low, found.high, interquartile_mean(own), common
-    )
+    return Outcome(label, values, found.mean, standard_deviation(own), found.low, found.high, interquartile_mean(own), common)
 
 
 def _with_pairs(
@@ -171,16 +169,14 @@ def _with_pairs(
     return {label: dataclasses.replace(outcome, pair=done.get(label)) for label, outcome in present.items()}
 
 
-def _pair(
-    figure: Figure, arm: Sequence[History], base: Sequence[History], window: float, reach: float | None
-) -> Pair | None:
+def _pair(figure: Figure, arm: Sequence[History], base: Sequence[History], window: float, reach: float | None) -> Pair | None:
     shared = {run.seed for run in arm} & {run.seed for run in base}
     mine, theirs = ([run for run in runs if run.seed in shared] for runs in (arm, base))
     if not shared:
         return None
     common = _common(figure, [*mine, *theirs], window)
     test = paired_test(_values_in(figure, mine, common, reach), _values_in(figure, theirs, common, reach))
-    return None if test is None else Pair(base[0].label, common, test)
+    return None if test is None else Pair(base[0].label, common and common.common, test)
 
 
 # -- one number a run -----------------------------------------------------------------------------------------------
@@ -190,27 +186,27 @@ def _values(
     figure: Figure, runs: Sequence[History], window: float, reach: float | None
 ) -> tuple[dict[int, float], Common | None]:
     common = _common(figure, runs, window)
-    return _values_in(figure, runs, common, reach), common
+    return _values_in(figure, runs, common, reach), common and common.common
 
 
-def _values_in(figure: Figure, runs: Sequence[History], common: Common | None, reach: float | None) -> dict[int, float]:
+def _values_in(figure: Figure, runs: Sequence[History], common: _Span | None, reach: float | None) -> dict[int, float]:
     """Seed -> value, without the seeds that have none."""
-    found = {run.seed: _value(figure, run, runs, common, reach) for run in runs}
+    found = {run.seed: _value(figure, run, common, reach) for run in runs}
     return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
 
-def _value(figure: Figure, run: History, runs: Sequence[History], common: Common | None, reach: float | None) -> float:
+def _value(figure: Figure, run: History, span: _Span | None, reach: float | None) -> float:
     if figure.axis is None:
         return math.nan if reach is None else tokens_to_reach(run, reach)
-    if common is None:
+    if span is None:
         return math.nan
     if figure.measure == "tokens":
-        return float(run.tokens[np.searchsorted(run.steps, common.end)])
+        return float(run.tokens[np.searchsorted(run.steps, span.steps[-1])])
     values = run.measures[figure.measure]
-    if common.axis == "tokens":
-        return mean_between(run.tokens, values, common.start, common.end)
-    inside = _in_common(run, runs) & (run.steps >= common.start) & (run.steps <= common.end)
-    known = values[inside & np.isfinite(values)]
+    if span.common.axis == "tokens":
+        return mean_between(run.tokens, values, span.common.start, span.common.end)
+    inside = values[np.searchsorted(run.steps, span.steps)]
+    known = inside[np.isfinite(inside)]
     return float(known.mean()) if known.size else math.nan
 
 
@@ -244,44 +240,35 @@ def tokens_to_reach(run: History, level: float, window: float = WINDOW) -> float
 # -- where runs can be compared ---------------------------------------------------------------------------------------
 
 
-def _common(figure: Figure, runs: Sequence[History], window: float) -> Common | None:
+@dataclass(frozen=True)
+class _Span:
+    """Where runs are compared, and for steps the common ones of the window."""
+
+    common: Common
+    steps: NDArray[np.int64]
+
+
+def _common(figure: Figure, runs: Sequence[History], window: float) -> _Span | None:
     if figure.axis is None:
         return None
-    return common_tokens(runs, figure.measure, window) if figure.axis == "tokens" else common_steps(runs, window)
+    return _common_tokens(runs, figure.measure, window) if figure.axis == "tokens" else _common_steps(runs, window)
 
 
-def common_steps(runs: Sequence[History], window: float = WINDOW) -> Common | None:
-    """The steps that every run recorded: the last of them, and where the last `window` of them starts; None without any."""
-    steps = _shared(runs)
+def _common_steps(runs: Sequence[History], window: float) -> _Span | None:
+    """The steps that every run recorded, and the last `window` of them (one at least); None without any."""
+    distinct = {run.steps.tobytes(): run.steps for run in runs}.values()
+    steps, union = reduce(np.intersect1d, distinct), reduce(np.union1d, distinct)
     if not steps.size:
         return None
-    union = steps if all(run.steps.size == steps.size for run in runs) else reduce(np.union1d, (run.steps for run in runs))
-    kept = max(1, round(window * steps.size))
-    return Common("steps", float(steps[-kept]), float(steps[-1]), int(steps.size), int(union.size - steps.size))
+    last = steps[-max(1, round(window * steps.size)) :]
+    return _Span(Common("steps", float(last[0]), float(last[-1]), int(steps.size), int(union.size - steps.size)), last)
 
 
-def common_tokens(runs: Sequence[History], measure: str, window: float = WINDOW) -> Common | None:
+def _common_tokens(runs: Sequence[History], measure: str, window: float) -> _Span | None:
     """The tokens that every run has a measured number up to; runs without any are left aside. None when none has."""
-    ends = [run.tokens[known][-1] for run in runs if (known := _known(run, measure)).sum() > 1]
-    if not ends or not min(ends) > 0:
-        return None
-    return Common("tokens", float((1 - window) * min(ends)), float(min(ends)))
-
-
-def _known(run: History, measure: str) -> NDArray[np.bool_]:
-    return np.isfinite(run.tokens) & np.isfinite(run.measures[measure])
-
-
-def _shared(runs: Sequence[History]) -> NDArray[np.int64]:
-    first = runs[0].steps
-    if all(run.steps is first or np.array_equal(run.steps, first) for run in runs):
-        return first
-    return reduce(lambda one, other: np.intersect1d(one, other, assume_unique=True), (run.steps for run in runs))
-
-
-def _in_common(run: History, runs: Sequence[History]) -> NDArray[np.bool_]:
-    shared = _shared(runs)
-    return np.ones(run.steps.size, dtype=bool) if shared.size == run.steps.size else np.isin(run.steps, shared)
+    known = [run.tokens[np.isfinite(run.tokens) & np.isfinite(run.measures[measure])] for run in runs]
+    end = min((float(tokens[-1]) for tokens in known if tokens.size > 1), default=0.0)
+    return _Span(Common("tokens", (1 - window) * end, end), np.empty(0, dtype=np.int64)) if end > 0 else None
 
 
 def _default_reach(base: Sequence[History], window: float) -> float | None:
@@ -304,9 +291,7 @@ def _reward_is_accuracy(runs: Sequence[History]) -> bool:
 # -- what is said beside the numbers ----------------------------------------------------------------------------------
 
 
-def _notes(
-    arms: Mapping[str, Sequence[History]], base: str, outcomes: Mapping[str, Mapping[str, Outcome]]
-) -> list[str]:
+def _notes(arms: Mapping[str, Sequence[History]], base: str, outcomes: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
     said = []
     if all(len(runs) == 1 for runs in arms.values()):
         said.append("one seed: no interval and no test, so no difference can be shown; give more seeds")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,12 +19,15 @@ _NOT_IDENTITY = frozenset({"steps", "device", "config"})
 """Settings that say how long or where a run went: runs that differ in them only are still of one arm."""
 
 
+Kind = Literal["setting", "provenance"]
+
+
 @dataclass(frozen=True)
 class SettingDifference:
     """A setting, or a version or device, that is not the same in all runs. `values`: as text -> labels of the runs with it."""
 
     name: str
-    kind: Literal["setting", "provenance"]
+    kind: Kind
     values: Mapping[str, tuple[str, ...]]
 
     @property
@@ -83,19 +86,20 @@ def without_duplicates(runs: Sequence[History]) -> tuple[list[History], list[str
 
 def differences(runs: Sequence[History]) -> list[SettingDifference]:
     """Every setting, version and device with more than one value among the runs, the mode and the seed aside."""
-    found = []
-    for kind, of_run in (
-        ("setting", [effective_settings(run) for run in runs]),
-        ("provenance", [dict(run.provenance) for run in runs]),
-    ):
-        for name in sorted(set().union(*of_run)):
-            values: dict[str, dict[str, None]] = {}
-            for run, own in zip(runs, of_run, strict=True):
-                if name in own or name not in _OF_ONE_MODE:
-                    values.setdefault(_short(own.get(name)), {})[run.label] = None
-            if len(values) > 1:
-                found.append(SettingDifference(name, kind, {value: tuple(labels) for value, labels in values.items()}))
-    return found
+    return [
+        *_differing(runs, [effective_settings(run) for run in runs], "setting"),
+        *_differing(runs, [run.provenance for run in runs], "provenance"),
+    ]
+
+
+def _differing(runs: Sequence[History], of_run: Sequence[Mapping[str, Any]], kind: Kind) -> Iterator[SettingDifference]:
+    for name in sorted(set().union(*of_run)):
+        values: dict[str, dict[str, None]] = {}
+        for run, own in zip(runs, of_run, strict=True):
+            if name in own or name not in _OF_ONE_MODE:
+                values.setdefault(_short(own.get(name)), {})[run.label] = None
+        if len(values) > 1:
+            yield SettingDifference(name, kind, {value: tuple(labels) for value, labels in values.items()})
 
 
 def warnings(found: Sequence[SettingDifference]) -> list[str]:

@@ -42,7 +42,11 @@ class SignFlip:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """A paired difference and what speaks against it being 0. `p`: paired t-test; None for a single seed, as is `sign_flip`."""
+    """A paired difference and what speaks against it being 0.
+
+    `p`: paired t-test; None for a single seed, as is `sign_flip`. A difference that is the same in all seeds, and not 0, has no
+    interval: a spread of 0 over a few seeds is a matter of luck, not of certainty.
+    """
 
     difference: Interval
     p: float | None
@@ -96,28 +100,25 @@ def sign_flip(differences: Sequence[float]) -> SignFlip | None:
     """Exact permutation test of a mean difference of 0: the share of the 2^n sign patterns with a mean at least as far out.
 
     Two-sided; the floor is 2/2^n (every sign the same, both ways). Above 14 differences `RESAMPLES` patterns are drawn, from a
-    fixed seed, and (count + 1)/(RESAMPLES + 1) is doubled (Phipson and Smyth, 2010). None for fewer than two.
+    fixed seed, and p is (count + 1)/(RESAMPLES + 1) (Phipson and Smyth, 2010). None for fewer than two.
     """
     n = len(differences)
     if n < 2:
         return None
-    exact = 2**n <= RESAMPLES
-    found = stats.permutation_test(
-        (np.asarray(differences, dtype=np.float64),),
-        np.mean,
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        batch=1024,
-        random_state=np.random.default_rng(0),
-    )
-    return SignFlip(float(found.pvalue), 2 / 2**n if exact else 2 / (RESAMPLES + 1), exact)
+    values = np.asarray(differences, dtype=np.float64)
+    if 2**n > RESAMPLES:
+        signs = np.random.default_rng(0).integers(0, 2, (RESAMPLES, n), dtype=np.int8) * 2.0 - 1
+        further = int((np.abs(signs @ values) >= abs(values.sum()) * (1 - _ROUNDING)).sum())
+        return SignFlip((further + 1) / (RESAMPLES + 1), 1 / (RESAMPLES + 1), exact=False)
+    found = stats.permutation_test((values,), np.mean, permutation_type="samples", vectorized=True, n_resamples=RESAMPLES)
+    return SignFlip(float(found.pvalue), 2 / 2**n, exact=True)
 
 
 def paired_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> PairedTest | None:
     """Difference, interval, t-test and sign-flip test over the seeds that both have; None without a common seed.
 
-    Equal differences (but for rounding) have no spread that a t-test could measure them by: their p is the sign-flip's.
+    Equal differences (but for rounding) have no spread that a t-test could measure them by: their p is the sign-flip's, and
+    they have no interval unless they are 0.
     """
     common = sorted(values.keys() & baseline.keys())
     if not common:
@@ -126,9 +127,12 @@ def paired_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> P
     found, flipped = interval(differences), sign_flip(differences)
     if flipped is None:
         return PairedTest(found, None, None)
-    flat = max(differences) - min(differences) <= _ROUNDING * max(map(abs, differences))
-    p = flipped.p if flat else float(stats.ttest_1samp(differences, 0.0).pvalue)
-    return PairedTest(found, p, flipped)
+    if max(differences) - min(differences) <= _ROUNDING * max(map(abs, differences)):
+        if any(differences):
+            found = Interval(found.mean, None, None, found.n)
+        return PairedTest(found, flipped.p, flipped)
+    _, p = stats.ttest_1samp(differences, 0.0)
+    return PairedTest(found, float(p), flipped)  # pyright: ignore[reportArgumentType]: the stubs know no pair of numbers
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -106,14 +106,26 @@ def _sentence(measure: str, axis: str, baseline: str, standings: list[Standing])
     apart = [one.label for one in standings if one.word == "not paired"]
     if apart:
         parts.append(f"{' and '.join(apart)} cannot be paired")
-    return f"at equal {axis}, against {baseline}: " + ", ".join(parts)
+    return f"at equal {axis}{_where(standings)}, against {baseline}: " + ", ".join(parts)
+
+
+def _where(standings: list[Standing]) -> str:
+    """` (to step 99)`, ` (to 80,000 to 90,000 tokens)`: where the pairs were compared."""
+    commons = [one.common for one in standings if one.difference is not None and one.common is not None]
+    if not commons:
+        return ""
+    ends = sorted({f"{common.end:,.0f}" for common in commons}, key=lambda text: float(text.replace(",", "")))
+    span = ends[0] if len(ends) == 1 else f"{ends[0]} to {ends[-1]} by pair"
+    return f" (at step {span})" if commons[0].axis == "steps" else f" (at {span})"
 
 
 def _named(one: Standing) -> str:
     assert one.difference is not None
     found = one.difference
-    if found.low is None or found.high is None or one.p_holm is None:
+    if one.p_holm is None:
         return f"{one.label} ({found.mean:+.3g}; one seed, so no interval)"
+    if found.low is None or found.high is None:
+        return f"{one.label} ({found.mean:+.3g} in all {found.n} seeds, so no interval; p {_p(one.p_holm)})"
     bounds = f"{found.mean:+.3g} [{found.low:+.3g}, {found.high:+.3g}]"
     return f"{one.label} ({bounds}, {found.n} seeds, p {_p(one.p_holm)})"
 

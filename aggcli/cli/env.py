@@ -18,5 +18,5 @@ def env(json: JsonOption = False) -> None:
     if json:
         print(to_json({"schema": 1, **found}))
         return
-    packages = found.pop("packages")
-    out().print(facts_table({**found, **packages}))
+    packages = [f"{name} {version}" for name, version in found["packages"].items()]
+    out().print(facts_table(found | {"packages": packages}))

@@ -40,7 +40,7 @@ def _table(step: TrainedStep, steps: int, first: int, seconds: float) -> Table:
     for report in step.optimizer_steps[-1][1] if step.optimizer_steps else []:
         modes.setdefault(report.run.mode, []).append(report.values)
     for mode, values in modes.items():
-        accuracy = [(v["correct/count"] or 0) / v["samples"] for v in values if v.get("samples")]
+        accuracy = [(v["correct/count"] or 0) / samples for v in values if (samples := v.get("samples"))]
         cells = (_mean([v.get("raw_reward") for v in values]), _mean(accuracy), _mean([v.get("pg_loss") for v in values]))
         table.add_row(mode, *cells)
     table.caption = f"{step.tokens / step.seconds:,.0f} tokens/s, {left:.0f} s left"

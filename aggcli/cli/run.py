@@ -37,12 +37,12 @@ def run(
     """
     settings = resolve(given, config)
     mode = settings.objective.loss_aggregation
+    request = Request("run", settings, (mode,), False, output, overwrite, json, samples)
+    if mode == "constant" and settings.objective.loss_aggregation_divisor is None:
+        need_divisor(settings, request)
     if settings.training.train or not settings.source.rollouts:
         if dry_run:
             return print_dry_run(settings)
         seeds = (settings.seed,)
         return training_command(TrainingRequest("run", settings, (mode,), seeds, output, overwrite, resume, json))
-    request = Request("run", settings, (mode,), False, output, overwrite, json, samples)
-    if mode == "constant" and settings.objective.loss_aggregation_divisor is None:
-        need_divisor(settings, request)
     return print_dry_run(settings) if dry_run else replay_command(request)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aggcli.cli.console import invocation, out, say
-from aggcli.cli.replaying import TOLERANCE, fitted_to_launcher
-from aggcli.config import MODES, RunConfig, to_flat, to_toml
+from aggcli.cli.replaying import TOLERANCE, counted_in, fitted_to_launcher
+from aggcli.config import RunConfig, to_flat, to_toml
 from aggcli.errors import AggcliError, CheckFailed, ExitCode, RecordError, SettingError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def training_command(request: TrainingRequest) -> int:
     from aggcli import world as worlds
 
     _refuse(request)
+    request = dataclasses.replace(request, modes=counted_in(request.config.objective.normalizer, request.modes))
     layout = request.config.layout
     if not worlds.was_started_by_torchrun():
         if layout.dp * layout.cp > 1:
@@ -62,7 +63,9 @@ def training_command(request: TrainingRequest) -> int:
 
 def _refuse(request: TrainingRequest) -> None:
     """Refuse settings that training cannot use, before anything is started."""
+    from aggcli import grid
     from aggcli.layout.steps import layouts_of
+    from aggcli.tasks import make_task
 
     config, objective, training = request.config, request.config.objective, request.config.training
     if objective.custom_pg_loss_reducer_function_path:
@@ -70,14 +73,13 @@ def _refuse(request: TrainingRequest) -> None:
             "--custom-pg-loss-reducer-function-path: training weighs tokens by --loss-aggregation; a reducer of your own can be"
             " replayed (--rollouts without --train) and audited"
         )
-    elsewhere = [mode for mode in request.modes if mode not in MODES]
-    if elsewhere or objective.normalizer != "step":
-        what = f"--loss-aggregation {elsewhere[0]}" if elsewhere else f"--normalizer {objective.normalizer}"
-        raise SettingError(f"{what}: training knows this project's modes; other rules can be replayed (--rollouts) and audited")
     if any(layout.is_recorded for layout in layouts_of(config.layout, has_recorded=False)):
         raise SettingError("--layouts recorded: training makes its own schedules; name a layout such as dp2:balanced")
     if objective.advantages == "recorded" and not config.source.rollouts:
         raise SettingError("--advantages recorded: sampled rollouts have none recorded; choose grpo or mean_only")
+    grid.device_of(config)
+    if not config.source.rollouts:
+        make_task(training.task, digits=training.task_digits)
     part, group = config.layout.global_batch_size, training.n_samples_per_prompt
     if part is None or config.source.rollouts or "prompt_mean" not in request.modes:
         return
@@ -134,7 +136,7 @@ def _loop(trainer: Trainer, writers: dict[str, RunWriter], directory: Path, requ
     if world.is_root:
         _note_diverged(trainer.gone, status, writers)
     every = request.config.training.checkpoint_every
-    with _stop_requested() as stop, progress_of(request.config.training.steps, trainer.step) as show:
+    with _stop_requested(world) as stop, progress_of(request.config.training.steps, trainer.step) as show:
         for done in trainer.steps():
             if world.is_root:
                 for number, reports in done.optimizer_steps:
@@ -163,7 +165,7 @@ def _save(trainer: Trainer, directory: Path, world: World) -> None:
 
 
 @contextmanager
-def _stop_requested() -> Iterator[list[int]]:
+def _stop_requested(world: World) -> Iterator[list[int]]:
     """A list that fills when the user presses Ctrl-C: the step in hand is finished first; a second Ctrl-C stops at once."""
     asked: list[int] = []
 
@@ -171,7 +173,8 @@ def _stop_requested() -> Iterator[list[int]]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
-        say("interrupted: finishing the step in hand; press again to stop at once")
+        if world.is_root:
+            say("interrupted: finishing the step in hand; press again to stop at once")
 
     before = signal.signal(signal.SIGINT, note)
     try:

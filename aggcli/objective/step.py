@@ -89,7 +89,7 @@ def step_inputs(
     weights = {rule: token_weights(rule, step, denominators, objective) for rule in needed if rule in MODES}
     for rule in needed:
         if rule != CUSTOM and rule not in MODES:
-            weights[rule] = _weights_elsewhere(rule, step, objective, schedule or in_one_piece(step))
+            weights[rule] = weights_elsewhere(rule, step, objective, schedule or in_one_piece(step))
     if reducer is not None:
         weights[CUSTOM] = _custom_weights(reducer, step, objective, denominators["num_rollouts"])
     return StepInputs(
@@ -116,13 +116,15 @@ def depends_on_layout(rule: str) -> bool:
 def in_layout(inputs: StepInputs, objective: ObjectiveConfig, schedule: Schedule) -> StepInputs:
     """The inputs with the weights that rules have under another layout. Raises `RolloutError` for one that divides 0 by 0."""
     moved = {
-        rule: _weights_elsewhere(rule, inputs.step, objective, schedule) for rule in inputs.rules if depends_on_layout(rule)
+        rule: weights_elsewhere(rule, inputs.step, objective, schedule) for rule in inputs.rules if depends_on_layout(rule)
     }
     return replace(inputs, weights=inputs.weights | moved) if moved else inputs
 
 
-def _weights_elsewhere(rule: str, step: RolloutBatch, objective: ObjectiveConfig, schedule: Schedule) -> Tensor:
-    """The weights of a framework's rule or of a mode counted in less than the step, 0 where the loss mask is 0."""
+def weights_elsewhere(rule: str, step: RolloutBatch, objective: ObjectiveConfig, schedule: Schedule) -> Tensor:
+    """The weights [T] of a framework's rule, or of a mode counted in less than the step, under a layout; 0 where the loss mask
+    is 0. Raises `RolloutError` where the rule divides 0 by 0.
+    """
     preset = find_rule(rule, prompt_mean_scale=objective.prompt_mean_scale).preset
     weight_T = preset_weights(preset, step, schedule, divisor=objective.loss_aggregation_divisor)
     if torch.isnan(weight_T).any():

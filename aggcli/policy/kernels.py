@@ -42,7 +42,7 @@ class RMSNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         normed, inverse_rms = ctx.saved_tensors
         along = torch.linalg.vecdot(grad, normed).unsqueeze(-1)
         return torch.addcmul(grad, normed, along, value=-1 / normed.shape[-1]).mul_(inverse_rms)
@@ -59,7 +59,7 @@ class MLP(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, active, w_in, w_out = ctx.saved_tensors
         grad_out = torch.bmm(active.mT, grad)
         grad_active = torch.bmm(grad, w_out.mT)
@@ -118,7 +118,7 @@ class PackedAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RTD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_RTD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         layout, heads, (R, T, X) = ctx.layout, ctx.heads, ctx.shape
         grad_qkv = grad_RTD.new_empty(R, T, X)
         P = layout.prompt_length
@@ -131,7 +131,7 @@ class PackedAttention(Function):
             key, value = keys.flatten(1, 2)
             grad_keys = torch.empty_like(keys)
             torch.bmm(weight.mT, grad_out, out=grad_keys[1].flatten(0, 1))
-            grad_score = torch._softmax_backward_data(torch.bmm(grad_out, value.mT), weight, -1, weight.dtype)
+            grad_score = torch.ops.aten._softmax_backward_data(torch.bmm(grad_out, value.mT), weight, -1, weight.dtype)
             grad_score.mul_(query.shape[-1] ** -0.5)
             torch.bmm(grad_score.mT, query, out=grad_keys[0].flatten(0, 1))
             own = 0 if prompt_N is None else P

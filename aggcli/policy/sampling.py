@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from aggcli.policy.kernels import SMALLEST_NORM
+from aggcli.policy.parallel import each_group, groups_of
 from aggcli.policy.transformer import (
     BLOCK_WEIGHTS,
     Parameters,
@@ -23,9 +25,12 @@ from aggcli.policy.transformer import (
     body,
     check_length,
     embedded,
+    run_of,
 )
 from aggcli.tasks.chance import SAMPLING, uniform
 
+RUNS_AT_ONCE = 8
+"""Runs of one decoding loop: enough that the work outweighs the calls, few enough for a core's cache."""
 COMPACT_AT = 0.7
 """Finished rows leave once at most this share of the rows is still wanted."""
 CHECK_EVERY = {"cpu": 2, "cuda": 8}
@@ -51,7 +56,6 @@ def uniforms(seed: int, step: int, first: int, count: int, length: int) -> Tenso
     return uniform(seed, SAMPLING, step, torch.arange(first, first + count), length)
 
 
-@torch.no_grad()
 def sample(
     parameters: Parameters,
     config: PolicyConfig,
@@ -66,12 +70,22 @@ def sample(
 
     Rows of one group thus stand together, and their prompt is read once. Give G = B for a prompt per row.
     """
-    decoder = _Decoder(parameters, config, prompts_RGP, uniforms_RBL, temperature)
-    limit = uniforms_RBL.shape[-1]
-    check_every = CHECK_EVERY.get(uniforms_RBL.device.type, 8)
-    for t in range(limit):
+
+    @torch.no_grad()
+    def work(group: slice) -> Sampled:
+        decoder = _Decoder(run_of(parameters, group), config, prompts_RGP[group], uniforms_RBL[group], temperature)
+        return _decoded(decoder, end_id, pad_id)
+
+    groups = groups_of(len(uniforms_RBL), RUNS_AT_ONCE, parameters["head"].device)
+    parts = each_group(work, groups, config.width)
+    return parts[0] if len(parts) == 1 else _joined(parts, pad_id)
+
+
+def _decoded(decoder: _Decoder, end_id: int, pad_id: int) -> Sampled:
+    check_every = CHECK_EVERY.get(decoder.slot_N.device.type, 8)
+    for t in range(decoder.length):
         token_N = decoder.draw(t)
-        if t + 1 == limit:
+        if t + 1 == decoder.length:
             break
         decoder.note_ended(token_N == end_id)
         if (t + 1) % check_every == 0:
@@ -82,6 +96,22 @@ def sample(
                 decoder.compact(widest)
         decoder.read(t)
     return decoder.finished(end_id, pad_id)
+
+
+def _joined(parts: list[Sampled], pad_id: int) -> Sampled:
+    """The runs of all parts, padded to the longest."""
+    width = max(part.tokens_RBL.shape[-1] for part in parts)
+
+    def together(name: str, padding: float) -> Tensor:
+        values = [getattr(part, name) for part in parts]
+        return torch.cat([pad(value, (0, width - value.shape[-1]), value=padding) for value in values])
+
+    return Sampled(
+        together("tokens_RBL", pad_id),
+        torch.cat([part.length_RB for part in parts]),
+        together("log_probs_RBL", 0.0),
+        torch.cat([part.truncated_RB for part in parts]),
+    )
 
 
 class _Decoder:

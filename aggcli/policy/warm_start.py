@@ -5,7 +5,7 @@ The files in the package are float32 and were made by
     python -m aggcli.policy.warm_start --task running-sum --output aggcli/data/warm_start/running-sum-6.safetensors
     python -m aggcli.policy.warm_start --task control --output aggcli/data/warm_start/control.safetensors
 
-Repeating a command on one machine gives the same file bit for bit (seen with torch 2.13.0, CPU, AVX-512, 2 threads); other
+Repeating a command on one machine gives the same file bit for bit (seen with torch 2.13.0, CPU, AVX-512); other
 machines differ in the last bits of each product, and hence in the file. Any other task or policy is taught when it is first
 asked for, and kept under `$XDG_CACHE_HOME/aggcli` (`~/.cache/aggcli`), named by a hash of all its settings.
 """
@@ -32,6 +32,7 @@ from torch import Generator
 from aggcli.errors import SettingError
 from aggcli.policy.log_probs import packed_log_probs
 from aggcli.policy.packing import pack
+from aggcli.policy.parallel import one_thread
 from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, shapes
 from aggcli.tasks import TASKS, Task, make_task
 
@@ -51,6 +52,7 @@ def default_policy(task: Task, max_response_length: int) -> PolicyConfig:
     return PolicyConfig(len(task.vocabulary), max_length=-(-longest // LENGTH_STEP) * LENGTH_STEP)
 
 
+@one_thread()
 def warm_start(task: Task, config: PolicyConfig, steps: int = STEPS, batch: int = BATCH, seed: int = SEED) -> Parameters:
     """Teach a new policy of one run (R = 1, float32, CPU) on `steps` batches of demonstrations. Deterministic.
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Generator, Tensor
 
-VOCABULARY = (*"0123456789", "=", ".", "$", "_")
+VOCABULARY: tuple[str, ...] = (*"0123456789", "=", ".", "$", "_")
 """Digits (each its own id), the prompt's end, filler, the response's end, padding: the ids of the dumps of this task."""
 
 EQUALS, FILLER, END, PAD = 10, 11, 12, 13
@@ -33,6 +33,7 @@ class Task(Protocol):
     end_id: int
     pad_id: int
     prompt_length: int
+    """Tokens of every prompt."""
     default_max_response_length: int
 
     @property

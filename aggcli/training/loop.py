@@ -99,7 +99,7 @@ class Trainer:
             for positions in parts:
                 step = rollouts.batch.select(positions)
                 given = dataclasses.replace(
-                    step_tokens(step, self.runs, torch.float64),
+                    step_tokens(step, self.runs, self.layout, torch.float64),
                     old_log_probs_T=_at(rollouts.batch, positions, old_T),
                     ref_log_probs_T=_at(rollouts.batch, positions, reference_T),
                 )

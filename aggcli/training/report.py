@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,10 @@ from aggcli.measurement.catalogue import checked
 from aggcli.measurement.groups import group_values
 from aggcli.measurement.local import Contributions, MeasureConfig, Partials, contributions, per_cell
 from aggcli.measurement.reduce import Values, combine, rank_values, reduced_values
+from aggcli.objective.step import depends_on_layout
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 from aggcli.training.stack import RunSpec
-from aggcli.training.step import Gradient, StepTokens
+from aggcli.training.step import Gradient, StepTokens, rule_weights
 
 IN_FORCE = "in force"
 """The rule of a stack: every run's own mode, by its own weights."""
@@ -57,7 +59,10 @@ class Reporter:
         measuring = self._measuring()
         columns = self._contributions(step, given, found, measuring)
         totals = per_cell(columns, step.run_S, len(runs), measuring)
-        by_layout = [self._layout_lines(layout, runs, step, columns, measuring) for layout in self.layouts]
+        by_layout = [
+            self._layout_lines(layout, runs, step, self._columns_in(layout, runs, step, given, found, columns), measuring)
+            for layout in self.layouts
+        ]
         reports = []
         for at, run in enumerate(runs):
             hidden = () if run.objective.kl_coef else ("kl_loss",)
@@ -69,6 +74,22 @@ class Reporter:
     def groups(self, batch: RolloutBatch, runs: int) -> list[Values]:
         """The numbers of each run that need whole groups, from the whole rollout batch."""
         return [_group_values(batch, batch.run_S == run, self.config.correct_threshold) for run in range(runs)]
+
+    def _columns_in(
+        self,
+        layout: Layout,
+        runs: Sequence[RunSpec],
+        step: RolloutBatch,
+        given: StepTokens,
+        found: Gradient,
+        in_force: Contributions,
+    ) -> Contributions:
+        """The columns under a layout: those in force, unless a run's rule has other weights there."""
+        rules = [run.mode for run in runs]
+        if not any(depends_on_layout(rule) for rule in rules):
+            return in_force
+        moved = dataclasses.replace(given, loss_weight_T=rule_weights(step, runs, rules, layout))
+        return self._contributions(step, moved, found, self._measuring())
 
     def _measuring(self) -> MeasureConfig:
         return MeasureConfig(
@@ -159,7 +180,9 @@ def _without(names: Sequence[str], line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deviation(report: RunReport) -> float:
-    """The largest relative difference of pg_loss between the layouts of a report."""
+    """The largest relative difference of pg_loss between the layouts of a report; 0 for a rule that is made to move."""
+    if depends_on_layout(report.run.mode):
+        return 0.0
     losses = [line["pg_loss"] for line in report.layouts if line.get("pg_loss") is not None]
     scale = max([abs(loss) for loss in losses] + [report.values.get("total_weight") or 0.0], default=0.0)
     return (max(losses) - min(losses)) / scale if losses and scale else 0.0

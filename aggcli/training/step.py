@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aggcli.config import ObjectiveConfig
+from aggcli.config import MODES, ObjectiveConfig
+from aggcli.layout.schedule import Layout, schedule_step
 from aggcli.objective.aggregation import sample_weights, spread, step_denominators
 from aggcli.objective.policy_loss import kl_terms, policy_terms
+from aggcli.objective.step import weights_elsewhere
 from aggcli.policy.transformer import Parameters
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.stack import RunSpec
@@ -54,23 +56,11 @@ def metric_mode(run: RunSpec) -> str:
     return run.mode if run.objective.metric_aggregation == "matched" or run.mode == "token_mean" else "sample_mean"
 
 
-def step_tokens(step: RolloutBatch, runs: Sequence[RunSpec], dtype: torch.dtype) -> StepTokens:
-    """Weights and settings of every token of one optimizer step, each run by its own mode, before anything is cut."""
-    modes = {mode for run in runs for mode in (run.mode, metric_mode(run))}
-    counts = step_denominators(step, prompt_sums="prompt_mean" in modes)
+def step_tokens(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout, dtype: torch.dtype) -> StepTokens:
+    """Weights and settings of every token of one optimizer step, each run by its own rule, before anything is cut.
 
-    def weights_S(mode_of: Callable[[RunSpec], str]) -> Tensor:
-        found_S = torch.zeros(step.num_samples, dtype=torch.float64)
-        for at, run in enumerate(runs):
-            mine_S = step.run_S == at
-            own = {name: count_S[mine_S] for name, count_S in counts.items()}
-            found_S[mine_S] = sample_weights(
-                mode_of(run),
-                own,
-                divisor=run.objective.loss_aggregation_divisor,
-                prompt_mean_scale=run.objective.prompt_mean_scale,
-            )
-        return found_S
+    `layout`: the one in force, which only other frameworks' rules and narrower normalisers depend on.
+    """
 
     def of_run(value: Callable[[ObjectiveConfig], float]) -> Tensor:
         value_R = torch.tensor([value(run.objective) for run in runs], dtype=dtype)
@@ -78,13 +68,38 @@ def step_tokens(step: RolloutBatch, runs: Sequence[RunSpec], dtype: torch.dtype)
 
     assert step.advantages_T is not None
     return StepTokens(
-        spread(weights_S(lambda run: run.mode), step).to(dtype),
-        spread(weights_S(metric_mode), step).to(dtype),
+        rule_weights(step, runs, [run.mode for run in runs], layout).to(dtype),
+        rule_weights(step, runs, [metric_mode(run) for run in runs], layout).to(dtype),
         step.advantages_T.to(dtype),
         of_run(lambda objective: objective.clip_range[0]),
         of_run(lambda objective: objective.clip_range[1]),
         of_run(lambda objective: objective.kl_coef),
     )
+
+
+def rule_weights(step: RolloutBatch, runs: Sequence[RunSpec], rules: Sequence[str], layout: Layout) -> Tensor:
+    """The weight of every token [T], each run of the stack by its own of the `rules`, under a layout; float64."""
+    counts = step_denominators(step, prompt_sums="prompt_mean" in rules)
+    weight_S = torch.zeros(step.num_samples, dtype=torch.float64)
+    elsewhere = []
+    for at, (run, rule) in enumerate(zip(runs, rules, strict=True)):
+        mine_S = step.run_S == at
+        if rule not in MODES:
+            elsewhere.append((run, rule, mine_S))
+            continue
+        weight_S[mine_S] = sample_weights(
+            rule,
+            {name: count_S[mine_S] for name, count_S in counts.items()},
+            divisor=run.objective.loss_aggregation_divisor,
+            prompt_mean_scale=run.objective.prompt_mean_scale,
+        )
+    weight_T = spread(weight_S, step)
+    for run, rule, mine_S in elsewhere:
+        own = step.select(mine_S.nonzero().flatten())
+        schedule = schedule_step(layout, own.total_length_S.tolist())
+        mine_T = torch.repeat_interleave(mine_S, step.response_length_S)
+        weight_T[mine_T] = weights_elsewhere(rule, own, run.objective, schedule)
+    return weight_T
 
 
 def step_gradient(

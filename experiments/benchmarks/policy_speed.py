@@ -4,13 +4,14 @@
 
 128 rollouts a run (16 prompts x 8) of at most 32 tokens, float32, from the shipped warm start of `running-sum`, each run with
 noise of its own. `decode` samples them; `train` is the forward and backward pass over them with prompts read once and rows
-packed by length. Medians of `--repeats` steps, each on other prompts, and the fastest in brackets, since other work on the
-machine only ever adds time.
+packed by length. Medians of `--repeats` steps, each on other prompts, then the fastest in brackets and the processor time of
+all threads, since other work on the machine adds to the median most and to the processor time least.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -26,18 +27,23 @@ from aggcli.tasks import Task, make_task
 PROMPTS, GROUP, LIMIT = 16, 8, 32
 
 
-def step(task: Task, config: PolicyConfig, parameters: Parameters, number: int) -> tuple[float, float, float]:
-    """Seconds of decoding, seconds of training, and tokens drawn, all runs together."""
+def step(task: Task, config: PolicyConfig, parameters: Parameters, number: int) -> dict[str, float]:
+    """Seconds of decoding and of training, on the clock and of processor time, and tokens drawn, all runs together."""
     runs, rows = parameters["head"].shape[0], PROMPTS * GROUP
     prompts = task.prompts(seed=0, step=number, count=PROMPTS)
     prompts_RGP = prompts.tokens_SP.expand(runs, -1, -1)
     noise_RBL = torch.stack([uniforms(run, number, 0, rows, LIMIT) for run in range(runs)])
-    start = time.perf_counter()
+    marks = [(time.perf_counter(), time.process_time())]
     sampled = sample(parameters, config, prompts_RGP, noise_RBL, end_id=task.end_id, pad_id=task.pad_id)
-    decoded = time.perf_counter()
+    marks.append((time.perf_counter(), time.process_time()))
     tokens_RBL = torch.cat([prompts_RGP.repeat_interleave(GROUP, 1), sampled.tokens_RBL], -1)
     train(task, config, parameters, tokens_RBL, sampled.length_RB)
-    return decoded - start, time.perf_counter() - decoded, float(sampled.length_RB.sum())
+    marks.append((time.perf_counter(), time.process_time()))
+    (decode, decode_cpu), (train_, train_cpu) = [
+        [after - before for before, after in zip(*pair, strict=True)] for pair in itertools.pairwise(marks)
+    ]
+    tokens = float(sampled.length_RB.sum())
+    return {"decode": decode, "decode_cpu": decode_cpu, "train": train_, "train_cpu": train_cpu, "tokens": tokens}
 
 
 def train(task: Task, config: PolicyConfig, parameters: Parameters, tokens_RBL: Tensor, length_RB: Tensor) -> None:
@@ -57,8 +63,8 @@ def main() -> None:
     task = make_task("running-sum")
     config = default_policy(task, LIMIT)
     start = starting_policy(task, config)
-    print("milliseconds per run and step, median (fastest)")
-    print(f"{'threads':>7} {'runs':>4} {'decode':>17} {'train':>17} {'tokens/s':>9}")
+    print("milliseconds per run and step: median (fastest; processor time)")
+    print(f"{'threads':>7} {'runs':>4} {'decode':>25} {'train':>25} {'tokens/s':>9}")
     for threads in given.threads:
         torch.set_num_threads(threads)
         for runs in given.runs:
@@ -68,13 +74,13 @@ def main() -> None:
                 with torch.profiler.profile() as profile:
                     step(task, config, parameters, 0)
                 print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=45))
-            seconds = [step(task, config, parameters, number) for number in range(1, given.repeats + 1)]
+            steps = [step(task, config, parameters, number) for number in range(1, given.repeats + 1)]
             cells = []
-            for part in range(2):
-                per_run = sorted(second[part] / runs * 1e3 for second in seconds)
-                cells.append(f"{statistics.median(per_run):8.2f} ({per_run[0]:6.2f})")
-            rate = sum(second[2] for second in seconds) / sum(second[0] + second[1] for second in seconds)
-            print(f"{threads:7d} {runs:4d} {cells[0]:>17} {cells[1]:>17} {rate:9.0f}", flush=True)
+            for part in ("decode", "train"):
+                wall, cpu = ([one[name] / runs * 1e3 for one in steps] for name in (part, part + "_cpu"))
+                cells.append(f"{statistics.median(wall):8.2f} ({min(wall):6.2f}; {statistics.median(cpu):6.2f})")
+            rate = statistics.median(one["tokens"] / (one["decode"] + one["train"]) for one in steps)
+            print(f"{threads:7d} {runs:4d} {cells[0]:>25} {cells[1]:>25} {rate:9.0f}", flush=True)
 
 
 if __name__ == "__main__":

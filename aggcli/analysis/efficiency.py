@@ -1,0 +1,149 @@
+"""Compute-performance curves of modes: A, B and C_mid over seeds, and the efficiency B under a common asymptote.
+
+ScaleRL compares recipes that end within its noise margin of each other (0.02 in A) by B alone, refitted under a common A
+(Khatri et al., 2025, arXiv:2510.13786). Here the common A is one of a pair, a mode and the baseline, and B is compared seed by
+seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy import optimize
+
+from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
+from aggcli.analysis.histories import AXES, History, with_labels
+from aggcli.analysis.sigmoid import Floats, Parameters, sigmoid, slopes
+from aggcli.analysis.statistics import Interval, PairedTest, geometric_interval, holm, interval, paired_test
+
+
+@dataclass(frozen=True)
+class FittedRun:
+    """A run and its curve, or why it has none."""
+
+    run: History
+    curve: Curve | Refused
+
+
+@dataclass(frozen=True)
+class ModeCurve:
+    """A mode's curves over the seeds that have bent: `n` of the intervals is their number, and `refused` says why the rest have
+    none. B and C_mid are positive: their intervals are those of their logarithms. All None where no seed has bent.
+    """
+
+    label: str
+    asymptote: Interval | None
+    exponent: Interval | None
+    midpoint: Interval | None
+    refused: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EfficiencyPair:
+    """B of a mode over B of the baseline, both fitted under one A. `ratio`: geometric mean over seeds, with its interval;
+    `test`: of ln B paired by seed; `p_holm`: corrected over the pairs.
+    """
+
+    label: str
+    baseline: str
+    asymptote: float
+    exponents: Mapping[str, Mapping[int, float]]
+    ratio: Interval
+    test: PairedTest
+    p_holm: float | None = None
+
+
+def fit_runs(
+    runs: Sequence[History], axis: str = "tokens", measure: str = "accuracy", options: FitOptions = FitOptions()
+) -> list[FittedRun]:
+    """The curve of every run, of `measure` against `axis` (tokens, steps or seconds)."""
+    fitted = []
+    for run in runs:
+        C = run.axis(axis)
+        if not np.isfinite(C).any():
+            fitted.append(FittedRun(run, Refused(f"the {AXES[axis]} of this run were not recorded")))
+        else:
+            fitted.append(FittedRun(run, fit(C, run.measures[measure], options)))
+    return fitted
+
+
+def mode_curves(fitted: Sequence[FittedRun]) -> dict[str, ModeCurve]:
+    """Label -> A, B and C_mid over its seeds."""
+    found = {}
+    for label in with_labels(one.run for one in fitted):
+        own = [one for one in fitted if one.run.label == label]
+        bent = [one.curve for one in own if isinstance(one.curve, Curve)]
+        found[label] = ModeCurve(
+            label,
+            interval([curve.asymptote.mean for curve in bent]) if bent else None,
+            geometric_interval([curve.exponent.mean for curve in bent]) if bent else None,
+            geometric_interval([curve.midpoint.mean for curve in bent]) if bent else None,
+            tuple(f"seed {one.run.seed}: {one.curve.reason}" for one in own if isinstance(one.curve, Refused)),
+        )
+    return found
+
+
+def efficiency(
+    fitted: Sequence[FittedRun],
+    baseline: str,
+    axis: str = "tokens",
+    measure: str = "accuracy",
+    options: FitOptions = FitOptions(),
+) -> list[EfficiencyPair]:
+    """Every mode's B against the baseline's under a common A, over the seeds whose curves have bent in both."""
+    curves = {(one.run.label, one.run.seed): one for one in fitted if isinstance(one.curve, Curve)}
+    pairs = []
+    for label in with_labels(one.run for one in fitted):
+        seeds = [seed for of, seed in curves if of == label and (baseline, seed) in curves]
+        if label == baseline or not seeds:
+            continue
+        both = [curves[of, seed] for of in (label, baseline) for seed in seeds]
+        asymptote, found = common_asymptote(both, axis, measure, options)
+        mine = {seed: found[at].exponent for at, seed in enumerate(seeds)}
+        theirs = {seed: found[at + len(seeds)].exponent for at, seed in enumerate(seeds)}
+        logs = [{seed: math.log(B) for seed, B in own.items()} for own in (mine, theirs)]
+        test = paired_test(*logs)
+        assert test is not None
+        ratio = geometric_interval([mine[seed] / theirs[seed] for seed in seeds])
+        pairs.append(EfficiencyPair(label, baseline, asymptote, {label: mine, baseline: theirs}, ratio, test))
+    corrected = holm([pair.test.p for pair in pairs])
+    return [replace(pair, p_holm=p) for pair, p in zip(pairs, corrected, strict=True)]
+
+
+def common_asymptote(
+    fitted: Sequence[FittedRun], axis: str, measure: str, options: FitOptions = FitOptions()
+) -> tuple[float, list[Parameters]]:
+    """The A under which all these runs together fit best (least squares over all points), each with its own B, C_mid and R_0.
+
+    Starts from the runs' own fits. Returns A and each run's parameters.
+    """
+    data = [points_of(one.run.axis(axis), one.run.measures[measure], options.skip) for one in fitted]
+    own = [one.curve for one in fitted if isinstance(one.curve, Curve)]
+    free = 3 if options.start is None else 2
+    first = [float(np.mean([curve.asymptote.mean for curve in own]))]
+    for curve in own:
+        first += [math.log(curve.exponent.mean), math.log(curve.midpoint.mean), curve.start][:free]
+
+    def at(p: Floats, run: int) -> Parameters:
+        log_B, log_mid, *base = p[1 + free * run : 1 + free * (run + 1)]
+        start = float(base[0]) if options.start is None else options.start
+        return Parameters(start, float(p[0]), math.exp(min(log_B, 30.0)), math.exp(min(log_mid, 700.0)))
+
+    def residuals(p: Floats) -> Floats:
+        return np.concatenate([sigmoid(C, *at(p, run)) - R for run, (C, R) in enumerate(data)])
+
+    def jacobian(p: Floats) -> Floats:
+        blocks = []
+        for run, (C, _) in enumerate(data):
+            by = slopes(C, at(p, run))
+            block = np.zeros((len(C), len(p)))
+            block[:, 0] = by[:, 0]
+            block[:, 1 + free * run : 1 + free * (run + 1)] = by[:, 1 : 1 + free]
+            blocks.append(block)
+        return np.concatenate(blocks)
+
+    found = optimize.least_squares(residuals, first, jac=jacobian, x_scale="jac", max_nfev=200)  # pyright: ignore[reportArgumentType]
+    return float(found.x[0]), [at(found.x, run) for run in range(len(data))]

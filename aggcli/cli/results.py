@@ -1,0 +1,168 @@
+"""`aggcli compare DIR [DIR...]`: results directories that exist already, side by side.
+
+Wiring, in `aggcli.cli.compare.compare`: add the positional argument
+
+    directories: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="Results directories to compare.")] = None
+
+and the options --baseline, --format, --precision, --sort-by, --only-changed, --reach, --window and --fit/--no-fit; then, first
+thing in the body and before `resolve`,
+
+    if directories:
+        return compare_results(directories, baseline=baseline, format="json" if json else format, ...)
+
+refusing settings that were given together with directories (`given` is not empty), since nothing is run. Nothing here imports
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aggcli.cli.console import out, say
+from aggcli.errors import ExitCode, SettingError, nearest
+
+if TYPE_CHECKING:
+    from aggcli.analysis.efficiency import EfficiencyPair, ModeCurve
+    from aggcli.analysis.histories import History
+    from aggcli.analysis.outcomes import Comparison
+    from aggcli.analysis.settings import SettingDifference
+    from aggcli.analysis.verdict import Verdict
+    from aggcli.report.comparison_tables import Row
+
+FORMATS = ("table", "json", "csv", "md", "latex")
+MOST_FITS = 40
+"""Curves are fitted unasked for up to this many runs (a tenth of a second each)."""
+
+
+def compare_results(
+    directories: Sequence[Path],
+    *,
+    baseline: str | None = None,
+    format: str = "table",
+    precision: int = 4,
+    sort_by: str | None = None,
+    only_changed: bool = False,
+    reach: float | None = None,
+    window: float = 0.1,
+    fit: bool | None = None,
+    axis: str = "tokens",
+) -> int:
+    """Print table, verdict and notes of the runs in these results directories; returns the exit code.
+
+    baseline: mode that the others are paired with, default the first. format: one of `FORMATS`; data goes to stdout, notes (and
+    for csv the verdict) to stderr. precision: significant digits of tables (json and csv are in full). sort_by: figure by which
+    the modes are sorted, best first. only_changed: only figures whose means differ. reach: accuracy of the row "tokens to
+    accuracy"; default nine tenths of the baseline's own way. window: share of the common range, at its end, that figures are
+    means of; 0 is the last step alone. fit: fit compute-performance curves against `axis` (tokens, steps or seconds); default
+    for up to `MOST_FITS` runs. Raises `SettingError` and `RecordError`.
+    """
+    _check(format, precision, reach, window, axis)
+    from aggcli.analysis.histories import read_histories
+    from aggcli.analysis.outcomes import compare
+    from aggcli.analysis.settings import differences, labelled, warnings, without_duplicates
+    from aggcli.analysis.verdict import verdict
+    from aggcli.report.comparison_tables import curve_rows, rows_of
+
+    read, notes = read_histories(directories)
+    runs, dropped = without_duplicates(labelled(read))
+    comparison = compare(runs, baseline, window=window, reach=reach)
+    differing = differences(runs)
+    notes = [*warnings(differing), *notes, *dropped, *comparison.notes]
+    rows = rows_of(comparison, precision, sort_by, only_changed=only_changed)
+    if fit or (fit is None and len(runs) <= MOST_FITS):
+        curves, pairs, unit = _fitted(runs, comparison.baseline, axis)
+        rows += curve_rows(curves, pairs, unit)
+        notes += _refusals(curves)
+    elif fit is None:
+        notes.append(f"{len(runs)} runs: no curves are fitted to more than {MOST_FITS} unless --fit asks for it")
+    found = verdict(comparison)
+    _print(format, precision, rows, comparison, found, differing, notes)
+    return ExitCode.DONE
+
+
+def _check(format: str, precision: int, reach: float | None, window: float, axis: str) -> None:
+    if format not in FORMATS:
+        raise SettingError(f"--format {format}: is not known{nearest(format, FORMATS)}")
+    if not 1 <= precision <= 17:
+        raise SettingError(f"--precision {precision}: must lie between 1 and 17 significant digits")
+    if reach is not None and not 0 < reach <= 1:
+        raise SettingError(f"--reach {reach:g}: must be an accuracy above 0 and at most 1")
+    if not 0 <= window <= 1:
+        raise SettingError(f"--window {window:g}: must be a share of the common range, 0 to 1")
+    if axis not in ("tokens", "steps", "seconds"):
+        raise SettingError(f"--axis {axis}: is not known{nearest(axis, ('tokens', 'steps', 'seconds'))}")
+
+
+def _fitted(runs: Sequence[History], baseline: str, axis: str) -> tuple[dict[str, ModeCurve], list[EfficiencyPair], str]:
+    import numpy as np
+
+    from aggcli.analysis.efficiency import efficiency, fit_runs, mode_curves
+    from aggcli.analysis.histories import AXES
+
+    measure = "accuracy" if any(np.isfinite(run.measures["accuracy"]).any() for run in runs) else "raw_reward"
+    fitted = fit_runs(runs, axis, measure)
+    return mode_curves(fitted), efficiency(fitted, baseline, axis, measure), AXES[axis]
+
+
+def _refusals(curves: dict[str, ModeCurve]) -> list[str]:
+    """One note a mode: how many of its curves were refused, and the first reason."""
+    return [
+        f"{label}: no curve is fitted to {len(curve.refused)} of its runs ({curve.refused[0]})"
+        for label, curve in curves.items()
+        if curve.refused
+    ]
+
+
+def _print(
+    format: str,
+    precision: int,
+    rows: Sequence[Row],
+    comparison: Comparison,
+    found: Verdict,
+    differing: Sequence[SettingDifference],
+    notes: Sequence[str],
+) -> None:
+    from aggcli.records import SCHEMA, to_json
+    from aggcli.report import comparison_tables as tables
+
+    if format == "json":
+        print(to_json({"schema": SCHEMA, **_json(rows, comparison, found, differing, notes)}))
+        return
+    if format == "csv":
+        print(tables.csv_text(rows), end="")
+        say(found.sentence)
+    elif format == "md":
+        print(f"{found.sentence}\n\n{tables.markdown_table(rows, precision)}")
+    elif format == "latex":
+        print(f"% {found.sentence}\n{tables.latex_table(rows, precision)}")
+    else:
+        console = out()
+        console.print(found.sentence, width=tables.WIDTH)
+        console.print()
+        console.print(tables.text_table(rows, precision), soft_wrap=True, end="")
+    for note in notes:
+        say(note)
+
+
+def _json(
+    rows: Sequence[Row],
+    comparison: Comparison,
+    found: Verdict,
+    differing: Sequence[SettingDifference],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    from aggcli.report.comparison_tables import json_rows
+
+    return {
+        "baseline": comparison.baseline,
+        "modes": list(comparison.labels),
+        "verdict": found.sentence,
+        "rankings": [asdict(ranking) for ranking in found.rankings],
+        "figures": json_rows(rows),
+        "reach": comparison.reach,
+        "differing_settings": [{**asdict(one), "values": dict(one.values)} for one in differing],
+        "notes": list(notes),
+    }
