@@ -175,7 +175,7 @@ def test_a_run_that_diverges_in_the_very_last_step_is_noticed_too(capsys, tmp_pa
     assert "run sample_mean, seed 0 diverged in step 0: its parameters are not finite" in said
 
 
-def test_a_comparison_goes_on_without_the_diverged_mode_and_says_so_again_when_resumed(capsys, tmp_path: Path) -> None:
+def test_a_resumed_stack_still_knows_which_run_diverged_when_and_why(tmp_path: Path) -> None:
     setup = setup_of(**WILD)
     trainer = grid.trainer_of(setup, _with_a_wild_one(setup, "constant"), ALONE)
     for _ in zip(range(4), trainer.steps(), strict=False):
@@ -185,6 +185,7 @@ def test_a_comparison_goes_on_without_the_diverged_mode_and_says_so_again_when_r
     found = load(tmp_path)
     assert found is not None
     again.restore(found)
+    assert [gone.run.mode for gone in again.gone] == ["constant"]
     assert [(gone.run.mode, gone.step, gone.what) for gone in again.gone] == [
         (gone.run.mode, gone.step, gone.what) for gone in trainer.gone
     ]

@@ -113,12 +113,13 @@ def test_reference_log_probs_are_the_initial_policys(several: Watched) -> None:
 
 def test_reported_log_probs_are_those_of_the_parameters_before_the_update(several: Watched) -> None:
     for at, (step, _, found) in enumerate(several.steps):
-        assert (found.log_probs_T - _log_probs(several.trainer, several.before[at], step, several.tokens[at])).abs().max() < 1e-10
+        expected_T = _log_probs(several.trainer, several.before[at], step, several.tokens[at])
+        assert (found.log_probs_T - expected_T).abs().max() < 1e-10
 
 
 def test_prompt_mean_refuses_a_group_that_straddles_two_optimizer_steps_naming_the_flag() -> None:
     setup = setup_of(global_batch_size=6)
-    with pytest.raises(RolloutError, match="straddles optimizer steps 0 and 1.*change --global-batch-size"):
+    with pytest.raises(RolloutError, match=r"straddles optimizer steps 0 and 1.*change --global-batch-size"):
         next(grid.trainer_of(setup, runs_of(setup, ("sample_mean", "prompt_mean")), ALONE).steps())
     done = next(grid.trainer_of(setup, runs_of(setup, ("sample_mean",)), ALONE).steps())
     assert [reports[0].values["rollouts"] for _, reports in done.optimizer_steps] == [6, 6, 4]

@@ -53,6 +53,7 @@ def _by_hand(setup: grid.Setup, run: RunSpec, make: Any, warm_up: int = 0, clip:
     metric = "token_mean" if run.mode == "token_mean" else "sample_mean"
     metric_T = _flat(closed_form.weights(samples, metric))
     advantage_T = rollouts.batch.advantages_T
+    assert advantage_T is not None
     target_SC1 = rollouts.tokens_SL[:, setup.task.prompt_length :, None]
     leaves = {name: value.clone().requires_grad_() for name, value in setup.initial.items()}
     optimizer = make(list(leaves.values()))
@@ -148,8 +149,11 @@ def test_clipping_is_by_the_norm_of_the_runs_whole_gradient_as_torchs_but_for_it
 # -- TRL and slime --------------------------------------------------------------------------------------------------
 
 GOLDEN = json.loads((DATA / "slime_reducer.json").read_text())[0]
-PRESETS = [entry for entry in json.loads((DATA / "framework_presets.json").read_text()) if entry["preset"] in (
-    "trl:grpo", "trl:dr_grpo", "trl:dapo")]
+PRESETS = [
+    entry
+    for entry in json.loads((DATA / "framework_presets.json").read_text())
+    if entry["preset"] in ("trl:grpo", "trl:dr_grpo", "trl:dapo")
+]
 OF_PRESET = {"trl:grpo": "sample_mean", "trl:dr_grpo": "constant", "trl:dapo": "token_mean"}
 
 

@@ -1,4 +1,4 @@
-"""Small training runs for the tests; as a program, a grid of them on four real ranks, started once by tests/test_training_ranks.py."""
+"""Small training runs for the tests; as a program, a grid of them on four real ranks (tests/test_training_ranks.py)."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def largest_difference(a: Sequence[Mapping[str, float | None]], b: Sequence[Mapp
         assert left.keys() == right.keys(), left.keys() ^ right.keys()
         for name, value in left.items():
             other = right[name]
-            worst = max(worst, (0.0 if value is other else float("inf")) if value is None or other is None else abs(value - other))
+            if value is None or other is None:
+                worst = max(worst, 0.0 if value is other else float("inf"))
+            else:
+                worst = max(worst, abs(value - other))
     return worst
 
 

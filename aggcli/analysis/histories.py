@@ -5,7 +5,9 @@ Only the needed columns of metrics.jsonl are read, by pyarrow's JSON reader: a t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,8 @@ def read_histories(directories: Sequence[Path]) -> tuple[list[History], list[str
     for given in directories:
         for directory in run_directories(given):
             found.setdefault(directory.resolve(), directory)
-    read = [read_history(directory) for directory in found.values()]
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:  # the JSON reader works outside Python's lock
+        read = list(pool.map(read_history, found.values()))
     histories = [history for history in read if history is not None]
     if not histories:
         raise RecordError(f"{some(directories)}: no steps are recorded")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import textwrap
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -28,6 +30,17 @@ def grid(
     for above in cells[max(0, panels - columns) : len(cells) - columns]:  # the lowest panel of its column
         above.tick_params(labelbottom=True)
     return figure, cells[:panels]
+
+
+def lone(values: np.ndarray) -> np.ndarray:
+    """Positions of points without a measured neighbour, which a line alone would not show."""
+    known = np.concatenate([[False], np.isfinite(values), [False]])
+    return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
+
+
+def folded(text: str, width: int) -> str:
+    """`text` in lines of at most `width` characters."""
+    return textwrap.fill(text, width, break_on_hyphens=False)
 
 
 def plural(number: int, word: str) -> str:

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.measurement.catalogue import LENGTH_BINS, describe
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, grid, plural
+from aggcli.report.base import NothingToDraw, grid, lone, plural
 from aggcli.report.curves import learning_curves
 from aggcli.report.ranks import pg_loss_by_rank
 from aggcli.report.style import Look
@@ -152,8 +152,7 @@ def modes_over_steps(frames: Frames) -> Figure:
             axes.set_title(f"{about}\n{over}", fontsize=9.5)
             axes.set_ylabel(style.metric_label(name))
             axes.set_xlabel("optimizer step")
-        handles, labels = cells[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), markerscale=1.0)
+        style.legend_below(figure, cells[0])
         style.title(figure, f"Step by step: {plural(len(looks), 'run')}, steps {steps[0]} to {steps[-1]}")
     return figure
 
@@ -163,11 +162,11 @@ def _draw_metric(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name:
     curves = [_on_steps(rows(metrics, run=look.label), name, steps) for look in looks]
     for nth, (look, curve) in enumerate(zip(looks, curves, strict=True)):
         extra = (len(looks) - 1 - nth) / max(1, len(looks) - 1)
-        marked = np.arange(len(steps)) if len(steps) <= 40 else _lone(curve)
+        marked = np.arange(len(steps)) if len(steps) <= 40 else lone(curve)
         axes.plot(
             steps,
             curve,
-            style.SCOPE_LINES["step"],
+            linestyle=look.dash,
             color=look.colour,
             linewidth=1.4 + 2.6 * extra,
             marker=look.marker,
@@ -185,9 +184,3 @@ def _on_steps(run: pd.DataFrame, name: str, steps: Sequence[int]) -> np.ndarray:
     """A metric at each of these steps, NaN at those that the run has not recorded."""
     known = dict(zip(run["step"].tolist(), numbers(run, name), strict=True))
     return np.array([known.get(step, np.nan) for step in steps])
-
-
-def _lone(values: np.ndarray) -> np.ndarray:
-    """Positions of points without a measured neighbour, which a line alone would not show."""
-    known = np.concatenate([[False], np.isfinite(values), [False]])
-    return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])

@@ -6,19 +6,20 @@ made and saved by matplotlib's own Agg, SVG and PDF writers, whatever backend th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import matplotlib
 import matplotlib.style
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from aggcli.analysis.frames import Run
 from aggcli.errors import RecordError
 from aggcli.measurement.catalogue import describe
 
@@ -28,6 +29,9 @@ OTHER_COLOUR, OTHER_MARKER = "#000000", "P"
 """Any other rule, such as a custom reducer."""
 SCOPE_LINES = {"step": "-", "rank": "--", "micro-batch": ":"}
 """The line of a number by the scope that it was counted in."""
+DASHES: tuple[Any, ...] = ("-", *((0, on) for on in ((6, 2), (1, 1.5), (6, 2, 1, 2), (12, 3), (6, 2, 1, 2, 1, 2), (3, 1), (1, 5))))
+"""Lines of the runs of one mode, four to each: with the mode's four shades, 32 runs of a mode differ in (colour, dash)."""
+_SHADES = 4
 GOOD, BAD, NEUTRAL = "#56B4E9", "#E69F00", "#BBBBBB"
 LENGTH_SHADES = ("#DCE3EA", "#A9B8C6", "#6F8599", "#33475B")
 """Short to long."""
@@ -62,15 +66,28 @@ _RC: dict[Any, Any] = {
 _UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
+class Labelled(Protocol):
+    """What is drawn as one: a run, or an arm of several."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def mode(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Look:
-    """How a run is drawn: the mode's colour and marker; later runs of a mode are paler, every second one is hollow."""
+    """How a run is drawn: the mode's colour and marker; later runs of a mode are paler, every second one is hollow, and from
+    the fifth on they are dashed.
+    """
 
     label: str
     mode: str
     colour: str | tuple[float, float, float]
     marker: str
     filled: bool
+    dash: Any = "-"
 
     @property
     def face(self) -> str | tuple[float, float, float]:
@@ -78,14 +95,15 @@ class Look:
         return self.colour if self.filled else "white"
 
 
-def looks(runs: Sequence[Run]) -> list[Look]:
-    """One look per run, in the order of the runs."""
+def looks(runs: Sequence[Labelled]) -> list[Look]:
+    """One look per run (or arm), in their order."""
     made, seen = [], {}
     for run in runs:
         mode = run.mode if run.mode in MODE_COLOURS else "custom"
         nth = seen[mode] = seen.get(mode, -1) + 1
-        colour = _paler(MODE_COLOURS.get(mode, OTHER_COLOUR), (nth % 4) * 0.2)
-        made.append(Look(run.label, run.mode, colour, MODE_MARKERS.get(mode, OTHER_MARKER), nth % 2 == 0))
+        colour = _paler(MODE_COLOURS.get(mode, OTHER_COLOUR), (nth % _SHADES) * 0.2)
+        dash = DASHES[nth // _SHADES % len(DASHES)]
+        made.append(Look(run.label, run.mode, colour, MODE_MARKERS.get(mode, OTHER_MARKER), nth % 2 == 0, dash))
     return made
 
 
@@ -111,6 +129,17 @@ def new_figure(width: float, height: float) -> Figure:
 def title(figure: Figure, text: str) -> None:
     """The figure's title, at the left edge."""
     figure.suptitle(text, x=0.01, ha="left")
+
+
+def legend_below(figure: Figure, axes: Axes, columns: int = 4) -> None:
+    """One legend for all panels, under them and never over them; the figure grows by its lines."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    width = max(map(len, labels))
+    columns = max(1, min(columns, len(labels), int(figure.get_figwidth() * 11 / (width + 6))))
+    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(labels) / columns))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=3)
 
 
 def note(figure: Figure, text: str) -> None:

@@ -72,7 +72,7 @@ def _draw_mode(axes: Axes, shown: pd.DataFrame, looks: Sequence[Look]) -> None:
         axes.hlines(*zip(*spans, strict=True), color=looks[0].colour, linewidth=1, alpha=0.5, zorder=2)
     axes.set_title(f"{looks[0].mode}: {finding}", color=looks[0].colour)
     if len(looks) > 1:
-        axes.legend(fontsize=8.5, loc="best")
+        axes.legend(fontsize=8.5, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _finding(shown: pd.DataFrame) -> tuple[str, list[tuple[float, float, float]]]:

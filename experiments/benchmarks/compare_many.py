@@ -28,7 +28,7 @@ from pathlib import Path
 from aggcli.cli.results import compare_results
 compare_results([Path(sys.argv[1])])
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-print(f"{time.perf_counter() - began:.2f} {peak:.3f}", file=sys.stderr)
+print(f"{time.perf_counter() - began:.2f} {time.process_time():.2f} {peak:.3f}", file=sys.stderr)
 """
 
 
@@ -71,11 +71,14 @@ def main() -> int:
             write(folder, given.runs, given.steps)
         size = sum(path.stat().st_size for path in folder.rglob("metrics.jsonl"))
         done = subprocess.run([sys.executable, "-c", CHILD, str(folder)], stderr=subprocess.PIPE, text=True, check=True)
-        seconds, peak = map(float, done.stderr.split("\n")[-2].split())
+        seconds, busy, peak = map(float, done.stderr.split("\n")[-2].split())
     finally:
         if given.folder is None:
             shutil.rmtree(folder)
-    print(f"{given.runs} runs of {given.steps} steps ({size / 2**30:.2f} GiB): {seconds:.1f} s, {peak:.2f} GiB at most")
+    print(
+        f"{given.runs} runs of {given.steps} steps ({size / 2**30:.2f} GiB): {seconds:.1f} s"
+        f" ({busy:.1f} s of processor time), {peak:.2f} GiB at most"
+    )
     return int(seconds > SECONDS or peak > GIBIBYTES)
 
 

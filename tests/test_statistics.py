@@ -1,0 +1,155 @@
+"""Paired statistics: hand-worked numbers, scipy and brute force as second routes, and calibration by many seeded trials."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from aggcli.analysis.statistics import (
+    RESAMPLES,
+    geometric_interval,
+    holm,
+    interquartile_mean,
+    interval,
+    paired_test,
+    sign_flip,
+    standard_deviation,
+)
+
+
+def by_brute_force(differences: list[float]) -> float:
+    """Share of all sign patterns whose sum is at least as far from 0 as the observed one."""
+    observed = abs(sum(differences)) * (1 - 1e-12)
+    sums = [
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(differences))
+    ]
+    return sum(one >= observed for one in sums) / len(sums)
+
+
+def seeds(values: list[float]) -> dict[int, float]:
+    return dict(enumerate(values))
+
+
+def test_mean_deviation_and_interval_are_those_worked_by_hand():
+    found = interval([0.2, 0.4, 0.9])
+    assert found.mean == pytest.approx(0.5)
+    assert standard_deviation([0.2, 0.4, 0.9]) == pytest.approx(math.sqrt(0.13))  # (0.09 + 0.01 + 0.16) / 2
+    reach = 4.302652729696142 * math.sqrt(0.13 / 3)  # t of 0.975 with 2 degrees of freedom
+    assert (found.low, found.high, found.n) == (pytest.approx(0.5 - reach), pytest.approx(0.5 + reach), 3)
+
+
+def test_one_seed_has_no_deviation_no_interval_and_no_test():
+    assert standard_deviation([0.4]) is None
+    found = paired_test({7: 0.5}, {7: 0.25, 8: 1.0})
+    assert found is not None
+    assert (found.difference.mean, found.difference.low, found.difference.n) == (0.25, None, 1)
+    assert found.p is None
+    assert found.sign_flip is None
+    assert paired_test({1: 0.5}, {2: 0.5}) is None
+
+
+def test_the_interval_of_positive_values_is_that_of_their_logarithms():
+    found = geometric_interval([1.0, 4.0, 16.0])
+    assert found.mean == pytest.approx(4.0)
+    reach = 4.302652729696142 * math.log(4) / math.sqrt(3)
+    assert found.low == pytest.approx(4 * math.exp(-reach))
+    assert found.high == pytest.approx(4 * math.exp(reach))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_the_sign_flip_p_is_the_share_of_sign_patterns_counted_one_by_one(n: int):
+    for seed in range(5):
+        differences = (np.random.default_rng([n, seed]).normal(size=n) + 0.5).tolist()
+        found = sign_flip(differences)
+        assert found is not None
+        assert found.exact
+        assert found.p == pytest.approx(by_brute_force(differences))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 10, 14])
+def test_differences_of_one_sign_reach_the_floor_of_two_in_two_to_the_n(n: int):
+    found = sign_flip([0.1 + 0.01 * at for at in range(n)])
+    assert found is not None
+    assert found.p == found.floor == 2 / 2**n
+
+
+def test_beyond_fourteen_seeds_sign_patterns_are_drawn_and_it_is_said():
+    differences = (np.random.default_rng(3).normal(size=18) + 0.4).tolist()
+    found, again = sign_flip(differences), sign_flip(differences)
+    assert found is not None
+    assert found == again
+    assert not found.exact
+    exact = by_brute_force(differences)
+    assert abs(found.p - exact) < 4 * math.sqrt(exact * (1 - exact) / RESAMPLES) + 1 / RESAMPLES
+
+
+def test_the_paired_p_is_scipys_related_samples_t_test():
+    a, b = [0.61, 0.72, 0.66, 0.70], [0.58, 0.70, 0.67, 0.62]
+    found = paired_test(seeds(a), seeds(b))
+    assert found is not None
+    expected = stats.ttest_rel(a, b)
+    assert found.p == pytest.approx(expected[1])
+    assert found.difference.mean == pytest.approx(0.03)
+
+
+def test_differences_without_spread_are_not_taken_for_certain():
+    found = paired_test(seeds([0.5, 0.625]), seeds([0.25, 0.375]))
+    assert found is not None
+    assert (found.p, found.difference.low, found.difference.n) == (0.5, None, 2)
+    same = paired_test(seeds([0.5, 0.6, 0.7]), seeds([0.5, 0.6, 0.7]))
+    assert same is not None
+    assert (same.p, same.difference.low, same.difference.high) == (1.0, 0.0, 0.0)
+
+
+def test_holm_multiplies_the_smallest_most_never_decreases_and_leaves_out_what_was_not_tested():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([None, 0.02, None, 0.03]) == [None, 0.04, None, 0.04]
+    assert holm([]) == []
+
+
+def test_the_interquartile_mean_cuts_whole_quarters_and_needs_four_seeds():
+    assert interquartile_mean([1, 2, 3]) is None
+    assert interquartile_mean([0, 2, 4, 100]) == 3.0
+    assert interquartile_mean([0, 2, 4, 6, 100]) == 4.0  # one from each end: 2, 4, 6
+    assert interquartile_mean(list(range(8))) == 3.5  # two from each end: 2, 3, 4, 5
+
+
+# -- calibration ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [3, 5, 10])
+def test_intervals_cover_the_truth_in_93_to_97_percent_of_trials(n: int):
+    """4,000 trials: the standard error of a coverage of 95 % is 0.34 %, so the bounds are 5.8 of them away."""
+    draws = np.random.default_rng(n).normal(0.6, 0.05, (4000, n))
+    found = [interval(row) for row in draws.tolist()]
+    covered = np.mean([one.low <= 0.6 <= one.high for one in found if one.low is not None and one.high is not None])
+    assert 0.93 <= covered <= 0.97
+
+
+@pytest.mark.parametrize(("n", "effect"), [(3, 3.0), (5, 1.5), (10, 1.0)])
+def test_planted_differences_are_found_with_the_power_of_a_t_test(n: int, effect: float):
+    """Power of the two-sided 5 % t-test from the noncentral t; 400 to 1,000 trials, within 4 standard errors of a share."""
+    critical = stats.t.ppf(0.975, n - 1)
+    trials, away = (1000 if n < 10 else 400), effect * math.sqrt(n)
+    power = float(stats.nct.sf(critical, n - 1, away) + stats.nct.cdf(-critical, n - 1, away))
+    rng = np.random.default_rng([n, 11])
+    shared = rng.normal(0.6, 0.1, (trials, n))
+    moved = shared + rng.normal(effect, 1.0, (trials, n)) * 0.02
+    found = [paired_test(seeds(a), seeds(b)) for a, b in zip(moved.tolist(), shared.tolist(), strict=True)]
+    share = np.mean([one is not None and one.p is not None and one.p < 0.05 for one in found])
+    assert abs(share - power) < 4 * math.sqrt(power * (1 - power) / trials)
+
+
+def test_the_sign_flip_test_never_exceeds_its_level_on_skewed_differences_that_are_symmetric_under_the_null():
+    """Differences of two skewed draws are symmetric: at 6 seeds p <= 2/64 happens in exactly 2 of 64; 1,500 trials."""
+    rng = np.random.default_rng(5)
+    differences = rng.exponential(size=(1500, 6)) - rng.exponential(size=(1500, 6))
+    found = [sign_flip(row) for row in differences.tolist()]
+    share = np.mean([one is not None and one.p <= 2 / 64 + 1e-9 for one in found])
+    assert abs(share - 2 / 64) < 4 * math.sqrt(2 / 64 * 62 / 64 / 1500)
