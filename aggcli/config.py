@@ -97,7 +97,9 @@ class LayoutConfig:
     partition: Literal["first-fit", "interleaved", "contiguous", "balanced"] = "first-fit"
     """How the layout in force deals samples to data-parallel ranks."""
     layouts: tuple[str, ...] | None = None
-    """Layouts to record each step under; default: the four default ones, and the recorded layout of a train dump."""
+    """Layouts to record each step under, each dp<N>[cp<M>][:rule][@tokens] (data- and context-parallel ranks; first-fit,
+    interleaved, contiguous or balanced; token budget of a micro-batch per rank) or `recorded`. Default: dp1:first-fit,
+    dp2:interleaved, dp2:contiguous, dp4:balanced, and the recorded layout of a train dump."""
     max_tokens_per_gpu: int | None = None
     """Token budget of a micro-batch per context-parallel rank; default: one micro-batch a rank."""
     micro_batch_size: int | None = None
@@ -211,7 +213,7 @@ class TrainingConfig:
     clip_grad: float = 1.0
     """Largest 2-norm of a run's gradient; 0 does not clip."""
     match: Literal["none", "grad-norm"] = "none"
-    """grad-norm: scale each mode's learning rate so that its first gradient has the size of the first mode's."""
+    """grad-norm: scale each mode's learning rate so that its first update is as large as the first mode's."""
     layers: int = 2
     """Layers of the policy."""
     width: int = 64
@@ -313,6 +315,8 @@ def _check(config: RunConfig, asked: Mapping[str, object]) -> None:
     for name in ("group_size", "max_response_length"):
         value = getattr(config.source if name == "group_size" else config, name)
         _need(name, value, value is None or value >= 1, "at least 1")
+    if any(not path.strip() for path in config.source.rollouts):
+        raise SettingError("--rollouts is empty: give a file, a folder, a glob, `example` or `synthetic`")
     if config.source.length_unit is not None and config.source.tokenizer is not None:
         raise SettingError("--length-unit and --tokenizer are two ways to count lengths; give one")
     reward_weights(config.source.reward_weights)
@@ -361,7 +365,7 @@ def _check_training(training: TrainingConfig, rollouts: tuple[str, ...]) -> None
 
 def check_divisor(divisor: float | None) -> None:
     """Refuse a divisor that is zero, negative, NaN or infinite; None is judged by whoever needs one."""
-    if divisor is not None and not (math.isfinite(divisor) and divisor > 0):
+    if divisor is not None and not (math.isfinite(divisor) and divisor > 1e-300):
         raise SettingError(
             f"--loss-aggregation-divisor {divisor:g}: must be a positive finite number of tokens, such as the response limit"
         )

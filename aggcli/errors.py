@@ -47,7 +47,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest known name, or the list of known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(names)}"
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {some(names, 12)}"
 
 
 def some(items: Iterable[object], most: int = 5) -> str:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import aggcli
-from aggcli.errors import RecordError
+from aggcli.errors import RecordError, some
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -35,9 +35,9 @@ SAMPLES = "samples"
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Strict JSON: NaN and infinity become null."""
     try:
-        return json.dumps(value, allow_nan=False, indent=indent, ensure_ascii=False)
+        return json.dumps(value, allow_nan=False, indent=indent, ensure_ascii=True)
     except ValueError:  # rare, so that the common case is not copied
-        return json.dumps(_strict(value), allow_nan=False, indent=indent, ensure_ascii=False)
+        return json.dumps(_strict(value), allow_nan=False, indent=indent, ensure_ascii=True)
 
 
 def _strict(value: Any) -> Any:
@@ -77,24 +77,63 @@ def git_commit() -> str | None:
     return told.stdout.strip() or None if told.returncode == 0 else None
 
 
-def fresh_directory(wanted: Path | None, default_name: str, *, overwrite: bool) -> Path:
-    """A results directory that nothing else has written into, made now.
+OWN_FILES = (MANIFEST, METRICS, LAYOUTS, "checkpoint.safetensors")
+OWN_FOLDERS = (SAMPLES, "figures")
+"""What a results directory holds besides the run directories that its manifest names."""
 
-    `wanted` is refused when it exists and is not empty, unless `overwrite` says to replace what an earlier run left there;
-    a folder that aggcli did not make is never removed. Without `wanted`: `results/<default_name>`, or the first free
-    `results/<default_name>-2`, `-3`, ... Raises `RecordError`.
+
+def check_output(wanted: Path | None, *, overwrite: bool) -> None:
+    """Refuse, before any work, an output that exists and is not empty, unless `overwrite` may replace what a run left there.
+
+    A folder that holds anything aggcli did not write is never replaced. Raises `RecordError`.
+    """
+    if wanted is None:
+        return
+    if not str(wanted).strip() or str(wanted) == ".":
+        raise RecordError(f"--output '{wanted}': must name a folder of its own, such as results/first")
+    try:
+        if not wanted.exists() or (wanted.is_dir() and not any(wanted.iterdir())):
+            return
+        if not overwrite:
+            raise RecordError(f"--output {wanted}: already holds something; choose another folder or give --overwrite")
+        if wanted.is_symlink() or not (wanted / MANIFEST).is_file():
+            raise RecordError(f"--output {wanted}: holds no {MANIFEST}, so it is not a results directory; choose another")
+        foreign = [str(path) for folder in (wanted, *_run_folders(wanted)) for path in _foreign(folder, wanted)]
+    except OSError as error:
+        raise RecordError(f"--output {wanted}: cannot be read ({error.strerror or error})") from error
+    if foreign:
+        raise RecordError(
+            f"--output {wanted}: also holds {some(foreign, 3)}, which aggcli did not write; choose another folder"
+        )
+
+
+def _run_folders(directory: Path) -> list[Path]:
+    return [directory / name for name in read_manifest(directory).get("runs", []) if (directory / name).is_dir()]
+
+
+def _foreign(folder: Path, root: Path) -> list[Path]:
+    """What stands in a results folder and is not aggcli's own."""
+    own_folders = {*OWN_FOLDERS, *(path.relative_to(folder).parts[0] for path in _run_folders(root) if folder in path.parents)}
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if (path.name not in own_folders if path.is_dir() else not path.name.startswith(OWN_FILES))
+    ]
+
+
+def fresh_directory(wanted: Path | None, default_name: str, *, overwrite: bool) -> Path:
+    """A results directory that nothing else has written into, made now; see `check_output` for what is refused.
+
+    Without `wanted`: `results/<default_name>`, or the first free `results/<default_name>-2`, `-3`, ... Raises `RecordError`.
     """
     path = wanted if wanted is not None else _first_free(Path("results"), default_name)
+    check_output(wanted, overwrite=overwrite)
     try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            if not overwrite:
-                raise RecordError(f"--output {path}: already holds something; choose another folder or give --overwrite")
-            if not (path / MANIFEST).is_file():
-                raise RecordError(f"--output {path}: holds no {MANIFEST}, so it is not a results directory; choose another")
+        if path.exists() and any(path.iterdir()):
             shutil.rmtree(path)
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecordError(f"--output {path}: cannot be written ({error.strerror})") from error
+        raise RecordError(f"--output {path}: cannot be written ({error.strerror or error})") from error
     return path
 
 

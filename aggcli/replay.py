@@ -27,6 +27,7 @@ from aggcli.measurement.reduce import (
     combine,
     deviation,
     gradient_comparison,
+    not_finite,
     rank_values,
     reduced_values,
 )
@@ -177,6 +178,10 @@ class Replay:
         step, rules = inputs.step, inputs.rules
         measuring = self._measuring(inputs)
         reports, totals = self._layout_reports(inputs, measuring, layouts)
+        if bad := not_finite(totals[0]):
+            raise RolloutError(
+                f"{step.name}: {bad} overflows float64: a log-probability or an advantage is too large; mask it out or mend it"
+            )
         recorded = [report for report in reports if report.evaluated != TWIN]
         exact = [rule for rule in rules if not depends_on_layout(rule)]
         compared = gradient_comparison(totals[0], rules, rules[0])
@@ -265,7 +270,7 @@ def _layout_report(
         ranks.append(
             RankReport(
                 rank,
-                {rule: rank_values(whole, rule) for rule in rules},
+                {rule: rank_values(whole, rule, empty=not total.sums[("tokens",)]) for rule in rules},
                 [round(part.sums[("response_tokens",)]) for part in own],
                 list(partition),
                 whole.correct_lengths,
@@ -307,6 +312,11 @@ def _count_groups(step: RolloutBatch) -> int:
     return int(is_first(known_S).sum())
 
 
+def _text(label: object) -> str:
+    """A source's own id as text that can be written, whatever characters it has."""
+    return str(label).encode("utf-8", "replace").decode()
+
+
 def _weight_of_samples(step: RolloutBatch, weight_T: Tensor) -> list[float]:
     zero_S = torch.zeros(step.num_samples, dtype=torch.float64)
     return zero_S.index_add_(0, step.sample_of_token(), weight_T.double()).tolist()
@@ -319,8 +329,8 @@ def _sample_columns(step: RolloutBatch, threshold: float) -> dict[str, list[Any]
     rewards = [None if reward is None or reward != reward else reward for reward in rewards]
     return {
         "sample": step.position_S.tolist(),
-        "rollout": [str(rollouts[r]) if rollouts else str(r) for r in step.rollout_S.tolist()],
-        "group": [None if g == NO_GROUP else str(groups[g]) if groups else str(g) for g in step.group_S.tolist()],
+        "rollout": [_text(rollouts[r]) if rollouts else str(r) for r in step.rollout_S.tolist()],
+        "group": [None if g == NO_GROUP else _text(groups[g]) if groups else str(g) for g in step.group_S.tolist()],
         "response_length": step.response_length_S.tolist(),
         "trained_tokens": step.mask_sum_S().tolist(),
         "reward": rewards,

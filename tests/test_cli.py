@@ -350,7 +350,7 @@ def test_without_output_each_run_gets_a_directory_of_its_own(capsys, fx_b_file: 
 def test_a_loss_of_zero_prints_0_and_explains_itself(capsys, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "fx_a.jsonl", fx_a())
     result = aggcli(capsys, "compare", "--rollouts", path, "--output", tmp_path / "o")
-    assert "pg_loss is 0 but the gradient is not" in result.err
+    assert "pg_loss is 0 under sample_mean but the gradient is not" in result.err
     assert "-0 " not in result.out
     row = next(line.split() for line in result.out.splitlines() if line.strip().startswith("pg_loss "))
     assert row[1:4] == ["0", "0.104167", "0.1875"]

@@ -10,7 +10,7 @@ import pytest
 from scipy import optimize
 
 from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
-from aggcli.analysis.efficiency import efficiency, fit_runs, mode_curves
+from aggcli.analysis.efficiency import common_asymptote, efficiency, fit_runs, mode_curves
 from aggcli.analysis.histories import MEASURES, History
 from aggcli.analysis.sigmoid import PAPER_GRID, Grid, Parameters, grid_search, sigmoid, slopes
 
@@ -179,3 +179,26 @@ def test_a_common_asymptote_shows_the_planted_ratio_of_efficiencies():
     assert pair.p_holm is not None
     assert pair.p_holm < 0.05
     assert pair.test.difference.mean == pytest.approx(math.log(pair.ratio.mean))
+
+
+def test_the_common_asymptote_is_the_one_under_which_all_runs_together_fit_best():
+    """Second route: A held fixed there, and 0.002 to either side, each run refitted by scipy's curve_fit."""
+    runs = [run("a", s, noisy(s, TRUTH._replace(exponent=1.5 + s / 4)), C_60) for s in range(3)]
+    found, fitted = common_asymptote(fit_runs(runs, options=FitOptions(grid=COARSE)), "tokens", "accuracy")
+
+    def left_over(asymptote: float) -> float:
+        def model(C: np.ndarray, exponent: float, log_midpoint: float, start: float) -> np.ndarray:
+            return sigmoid(C, start, asymptote, exponent, math.exp(log_midpoint))
+
+        total = 0.0
+        for one in runs:
+            R = one.measures["accuracy"]
+            best = optimize.curve_fit(model, one.tokens, R, p0=(1.8, math.log(2e5), 0.3))[0]
+            total += float(((model(one.tokens, *best) - R) ** 2).sum())
+        return total
+
+    own = sum(
+        float(((sigmoid(one.tokens, *at) - one.measures["accuracy"]) ** 2).sum()) for one, at in zip(runs, fitted, strict=True)
+    )
+    assert own == pytest.approx(left_over(found), rel=1e-6)
+    assert left_over(found) < min(left_over(found - 0.002), left_over(found + 0.002))

@@ -118,9 +118,3 @@ def test_an_alias_runs_as_what_it_stands_for_and_says_so(capsys, tmp_path: Path,
 def test_what_a_replay_cannot_use_is_refused(arguments: tuple[str, ...], message: str, capsys, fx_b_path: str) -> None:
     assert main(["run", "--rollouts", fx_b_path, *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [("--loss-aggregation", "trl:bnpo"), ("--normalizer", "rank")])
-def test_training_refuses_what_only_a_replay_can_do(arguments: tuple[str, ...], capsys) -> None:
-    assert main(["run", *arguments]) == 2
-    assert "training knows this project's modes" in capsys.readouterr().err

@@ -128,7 +128,13 @@ def test_folders_without_results_are_refused_in_one_line(tmp_path: Path):
 def test_one_mode_under_two_settings_is_two_arms_named_by_what_differs(tmp_path: Path):
     runs, _ = read_histories(
         [
-            write_run(tmp_path / "a", "sample_mean", 0, [step(0)], settings={"lr": 0.001, "steps": 5, "seed": 0}),
+            write_run(
+                tmp_path / "a",
+                "sample_mean",
+                0,
+                [step(0)],
+                settings={"lr": 0.001, "steps": 5, "loss_aggregation_divisor": None},
+            ),
             write_run(tmp_path / "b", "sample_mean", 1, [step(0)], settings={"lr": 0.0003, "steps": 9, "seed": 1}),
             write_run(tmp_path / "c", "constant", 0, [step(0)], settings={"lr": 0.001, "steps": 5, "seed": 0}, divisor=32.0),
         ]
@@ -152,6 +158,8 @@ def test_versions_warn_and_two_divisors_of_constant_differ(tmp_path: Path):
     )
     found = differences(labelled(runs))
     assert [(one.name, one.kind) for one in found] == [("loss_aggregation_divisor", "setting"), ("aggcli", "provenance")]
+    divisors = "32 in constant (loss_aggregation_divisor=32); 64 in constant (loss_aggregation_divisor=64)"
+    assert found[0].text == f"loss_aggregation_divisor: {divisors}"
     assert "aggcli: 0.1.0 in constant (loss_aggregation_divisor=32); 0.2.0 in" in warnings(found)[1]
 
 

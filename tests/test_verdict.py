@@ -79,7 +79,10 @@ def test_the_order_at_equal_tokens_can_be_the_other_way_round_than_at_equal_step
 def test_tokens_to_reach_are_linear_between_steps_and_blank_when_never_reached():
     one = run("a", 0, [0.1, 0.2, 0.4, 0.8])
     assert tokens_to_reach(one, 0.6) == pytest.approx(25.0)
+    assert tokens_to_reach(one, 0.15) == pytest.approx(5.0)
     assert tokens_to_reach(one, 0.05) == 0.0
+    spiky = run("a", 0, [0.1] * 10 + [0.9] + [0.1] * 5 + [0.6] * 4)  # a running mean of two: 0.5 at the spike, 0.6 at the end
+    assert tokens_to_reach(spiky, 0.55) == pytest.approx(168.0)
     assert math.isnan(tokens_to_reach(one, 0.81))
 
 

@@ -118,10 +118,11 @@ def common_asymptote(
 ) -> tuple[float, list[Parameters]]:
     """The A under which all these runs together fit best (least squares over all points), each with its own B, C_mid and R_0.
 
-    Starts from the runs' own fits. Returns A and each run's parameters.
+    Starts from the runs' own fits; refused runs are left aside. Returns A and the parameters of each of the others.
     """
-    data = [points_of(one.run.axis(axis), one.run.measures[measure], options.skip) for one in fitted]
-    own = [one.curve for one in fitted if isinstance(one.curve, Curve)]
+    bent = [(one.run, one.curve) for one in fitted if isinstance(one.curve, Curve)]
+    data = [points_of(run.axis(axis), run.measures[measure], options.skip) for run, _ in bent]
+    own = [curve for _, curve in bent]
     free = 3 if options.start is None else 2
     first = [float(np.mean([curve.asymptote.mean for curve in own]))]
     for curve in own:

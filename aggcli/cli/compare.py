@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from aggcli.cli.options import (
     ConfigOption,
@@ -13,11 +16,14 @@ from aggcli.cli.options import (
     ResumeOption,
     SamplesOption,
     resolve,
+    say_ignored,
     with_settings,
 )
-from aggcli.cli.replaying import Request, print_dry_run, replay_command
+from aggcli.cli.replaying import Request, print_dry_run, refuse_resume, replay_command
+from aggcli.cli.results import compare_results
 from aggcli.cli.training import TrainingRequest, training_command
-from aggcli.config import MODES
+from aggcli.config import MODES, flag
+from aggcli.errors import SettingError
 
 DEFAULT_SEEDS = 3
 
@@ -25,6 +31,9 @@ DEFAULT_SEEDS = 3
 @with_settings(without=["loss_aggregation", "calculate_per_token_loss"])
 def compare(
     given: dict[str, Any],
+    directories: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DIR...]", help="Results directories of earlier training runs to compare.")
+    ] = None,
     output: OutputOption = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
@@ -32,16 +41,44 @@ def compare(
     samples: SamplesOption = True,
     dry_run: DryRunOption = False,
     resume: ResumeOption = False,
+    baseline: Annotated[str | None, typer.Option(help="With DIR: mode the others are paired with; default: the first.")] = None,
+    format: Annotated[str, typer.Option(metavar="table|json|csv|md|latex", help="With DIR: how to print.")] = "table",
+    precision: Annotated[int, typer.Option(help="With DIR: significant digits of tables.")] = 4,
+    sort_by: Annotated[str | None, typer.Option(help="With DIR: figure that modes are sorted by, best first.")] = None,
+    only_changed: Annotated[bool, typer.Option("--only-changed", help="With DIR: only figures that differ.")] = False,
+    reach: Annotated[float | None, typer.Option(help="With DIR: accuracy of the row `tokens to accuracy`.")] = None,
+    window: Annotated[float, typer.Option(help="With DIR: share of the common range, at its end, that is averaged.")] = 0.1,
+    fit: Annotated[bool | None, typer.Option(help="With DIR: fit compute-performance curves.")] = None,
+    axis: Annotated[str, typer.Option(metavar="tokens|steps|seconds", help="With DIR: what curves are fitted by.")] = "tokens",
 ) -> int:
-    """Train modes x seeds as one stack, or with --rollouts replay the same rollouts under several modes, side by side.
+    """Train modes x seeds as one stack; with --rollouts, replay the same rollouts under several modes; given results
+    directories, compare what they hold.
 
     Everything but the mode is the same; runs of one seed share prompts and noise. Without a divisor, constant divides by the
     response limit, in a replay by the longest response (said and recorded).
     prompt_mean is left out, with the reason, where rollouts have no group_index, unless --modes asks for it.
     """
+    if directories:
+        if given or config is not None:
+            names = ", ".join(flag(name) for name in given) or "--config"
+            raise SettingError(f"{names}: nothing is run when results directories are compared; leave it out")
+        return compare_results(
+            directories,
+            baseline=baseline,
+            format="json" if json else format,
+            precision=precision,
+            sort_by=sort_by,
+            only_changed=only_changed,
+            reach=reach,
+            window=window,
+            fit=fit,
+            axis=axis,
+        )
     settings = resolve(given, config)
     modes = settings.modes or MODES
-    if settings.training.train or not settings.source.rollouts:
+    trains = settings.training.train or not settings.source.rollouts
+    say_ignored(given, trains=trains, replays=bool(settings.source.rollouts))
+    if trains:
         if dry_run:
             return print_dry_run(settings)
         seeds = tuple(
@@ -49,4 +86,5 @@ def compare(
         )
         return training_command(TrainingRequest("compare", settings, modes, seeds, output, overwrite, resume, json))
     request = Request("compare", settings, modes, settings.modes is None, output, overwrite, json, samples)
+    refuse_resume(resume)
     return print_dry_run(settings) if dry_run else replay_command(request)

@@ -14,7 +14,7 @@ def env(json: JsonOption = False) -> None:
     from aggcli.report.tables import facts_table
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    found = environment("cuda" if devices else "cpu", torch.get_num_threads()) | {"cuda_devices": devices}
+    found = {**environment("cuda" if devices else "cpu", torch.get_num_threads()), "cuda_devices": devices}
     if json:
         print(to_json({"schema": 1, **found}))
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -47,6 +48,8 @@ def options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its number
     given = list(sys.argv[1:] if arguments is None else arguments)
     set_invocation(given)
     try:
@@ -59,9 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say_error(error.format_message())
         return int(ExitCode.USER_INPUT)
     except (KeyboardInterrupt, typer.Abort):
-        say_error("interrupted; what was recorded is kept")
-        return int(ExitCode.INTERRUPTED)
+        return _interrupted()
     except BrokenPipeError:
         sys.stderr.close()
         return int(ExitCode.DONE)
-    return int(code or ExitCode.DONE)
+    except OSError as error:
+        say_error(f"{error.filename or 'output'}: {error.strerror or error}")
+        return int(ExitCode.USER_INPUT)
+    except MemoryError:
+        say_error("not enough memory for this many rollouts or ranks; split the files or ask for less")
+        return int(ExitCode.USER_INPUT)
+    return _interrupted() if code == ExitCode.INTERRUPTED else int(code or ExitCode.DONE)
+
+
+def _interrupted() -> int:
+    say_error("interrupted; what was recorded is kept")
+    return int(ExitCode.INTERRUPTED)

@@ -18,6 +18,7 @@ import typer.core
 from aggcli import config
 from aggcli.cli.console import say
 from aggcli.config import FIELDS, RunConfig, flag, read_toml, settings_from
+from aggcli.errors import SettingError
 
 _PANELS = {
     "SourceConfig": "Rollouts",
@@ -107,6 +108,26 @@ def _with_rule_names(asked: dict[str, object]) -> dict[str, object]:
     return asked
 
 
+def say_ignored(given: Mapping[str, object], *, trains: bool, replays: bool) -> None:
+    """A note for every setting that was given and that this invocation has no use for."""
+    synthetic = _names(config.SyntheticConfig)
+    useless: dict[str, str] = {}
+    if not trains:
+        useless |= dict.fromkeys(_names(config.TrainingConfig), "only training uses it")
+    if replays and given.get("rollouts") != ("synthetic",):
+        useless |= dict.fromkeys(synthetic, "only --rollouts synthetic uses it")
+    if not replays:
+        unread = [name for name in config.SOURCE_SETTINGS if name != "rollouts"]
+        useless |= dict.fromkeys((*unread, *synthetic), "only --rollouts uses it")
+    for name in given:
+        if name in useless:
+            say(f"{flag(name)} has no effect here: {useless[name]}")
+
+
+def _names(cls: type) -> list[str]:
+    return [item.name for item in dataclasses.fields(cls)]
+
+
 def comma_list(values: Iterable[str]) -> tuple[str, ...]:
     """`["a,b", "c"]` -> ("a", "b", "c"), without repetitions."""
     return tuple(dict.fromkeys(item.strip() for value in values for item in value.split(",") if item.strip()))
@@ -114,8 +135,10 @@ def comma_list(values: Iterable[str]) -> tuple[str, ...]:
 
 def _as_given(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        value = comma_list(value) if name in _LISTS else tuple(value)
-        return value or None
+        listed = comma_list(value) if name in _LISTS else tuple(value)
+        if value and not listed:
+            raise SettingError(f"{flag(name)} is empty: name at least one, or leave it out")
+        return listed or None
     return value
 
 

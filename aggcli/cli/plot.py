@@ -1,4 +1,4 @@
-"""`aggcli plot`: figures from results directories."""
+"""`aggcli plot`: figures, and one page to send, from results directories."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ def plot(
     step: Annotated[
         int | None, typer.Option("--step", help="Step of the figures that show a single one; default: each run's last.")
     ] = None,
+    html: Annotated[
+        bool, typer.Option("--html", help="Also write report.html: one page to send, with the verdict, tables and figures.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of the written paths.")] = False,
 ) -> None:
     """Draw where the weight of each mode goes, and what every rank and layout made of the loss."""
@@ -42,26 +45,39 @@ def plot(
     from aggcli.analysis.frames import read_frames
     from aggcli.report import style
     from aggcli.report.figures import all_figures
+    from aggcli.report.findings import find
+    from aggcli.report.page import page
 
-    figures, notes = all_figures(read_frames(directories), step)
+    frames = read_frames(directories)
+    findings = find(frames) if html else None
+    figures, notes = all_figures(frames, step, findings)
     for note in notes:
         say(note)
-    if not figures:
+    if not figures and not html:
         raise RecordError("nothing to draw: the records hold none of what the figures show")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecordError(f"--output {folder}: cannot be made ({error.strerror})") from error
-    written = []
-    for name, figure in figures.items():
-        for ending in endings:
-            path = folder / f"{name}.{ending}"
-            style.save(figure, path)
-            written.append({"name": name, "path": str(path)})
-            if not json_:
-                typer.echo(str(path))
+    written = [{"name": name, "path": str(folder / f"{name}.{ending}")} for name in figures for ending in endings]
+    for one in written:
+        style.save(figures[one["name"]], Path(one["path"]))
+        if not json_:
+            typer.echo(one["path"])
+    report = folder / "report.html"
+    if findings is not None:
+        _write(report, page(directories, frames, findings, figures, notes))
+        if not json_:
+            typer.echo(str(report))
     if json_:
-        typer.echo(to_json({"schema": SCHEMA, "figures": written}))
+        typer.echo(to_json({"schema": SCHEMA, "figures": written, **({"report": str(report)} if html else {})}))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecordError(f"--output {path.parent}: {path.name} cannot be written ({error.strerror})") from error
 
 
 def _checked_formats(given: Sequence[str]) -> tuple[str, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from aggcli.cli.console import invocation, out, progress, say
@@ -85,22 +85,22 @@ def _replay_at_root(request: Request, world: World) -> int:
     replay, batches, head = _prepare(request, world)
     steps: list[dict[str, Any]] = []
     notes: dict[str, list[int]] = {}
-    with _records(request, replay, head) as (directory, writers):
+    with Recorder(request, replay, head) as recorder:
         for report in progress(replay.steps(batches), len(batches), "replaying"):
-            for rule in report.rules:
-                _write(writers[rule], report, rule, request)
+            recorder.write(report)
             steps.append(report.as_json())
             for note in dict.fromkeys(report.notes):
                 notes.setdefault(note, []).append(report.step)
+    head["modes"] = [rule for rule in head["modes"] if rule in recorder.writers]
     _say_notes(notes, len(steps))
     if request.json:
         from aggcli.records import to_json
 
-        print(to_json({"schema": 1, **head, "results": str(directory), "steps": steps}))
+        print(to_json({"schema": 1, **head, "results": str(recorder.directory), "steps": steps}))
     else:
         for table in replay_tables(head, steps):
             out().print(table)
-    say(f"recorded in {directory}")
+    say(f"recorded in {recorder.directory}")
     _check(request, steps)
     return ExitCode.DONE
 
@@ -152,8 +152,8 @@ def _with_divisor(config: RunConfig, request: Request, longest: int) -> RunConfi
         return config
     if given is None:
         need_divisor(config, request)
-        say(f"constant divides by {longest}, the {_origin(config)}; --loss-aggregation-divisor sets another")
         given = float(max(longest, 1))
+        say(f"constant divides by {given:g}, the {_origin(config)}; --loss-aggregation-divisor sets another")
     return dataclasses.replace(config, objective=dataclasses.replace(objective, loss_aggregation_divisor=given))
 
 
@@ -173,44 +173,77 @@ def _origin(config: RunConfig) -> str:
 # -- records --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _records(request: Request, replay: Replay, head: dict[str, Any]) -> Iterator[tuple[Path, dict[str, RunWriter]]]:
-    """A fresh results directory and one writer per rule: the directory itself for `run`, one inside it each for `compare`."""
-    import torch
+class Recorder:
+    """The results directory of a replay, made when the first step has been computed, so that a refused run leaves nothing."""
 
-    from aggcli import records
+    def __init__(self, request: Request, replay: Replay, head: dict[str, Any]) -> None:
+        from aggcli.records import check_output
 
-    rules = head["modes"]
-    name = f"{request.command}-{rules[0]}" if request.command == "run" else request.command
-    directory = records.fresh_directory(request.output, name, overwrite=request.overwrite)
-    shared = {
-        **head,
-        "arguments": invocation(),
-        "config": to_toml(replay.config),
-        "seed": replay.config.seed,
-        "environment": records.environment("cpu", torch.get_num_threads()),
-        "ranks": replay.world.size,
-    }
-    with contextlib.ExitStack() as stack:
-        if request.command == "run":
-            writers = {rules[0]: stack.enter_context(records.RunWriter(directory, {"kind": "run", "mode": rules[0], **shared}))}
-        else:
-            manifest = {"schema": records.SCHEMA, "kind": "comparison", "runs": rules, **shared}
-            stack.push(
-                lambda kind, error, trace: records.write_manifest(directory, {**manifest, "status": records.ended(error)})
+        check_output(request.output, overwrite=request.overwrite)
+        self.request, self.replay, self.head = request, replay, head
+        self.directory: Path | None = None
+        self.writers: dict[str, RunWriter] = {}
+
+    def write(self, report: StepReport) -> None:
+        """Record one optimizer step under every rule that it has."""
+        for rule in report.rules:
+            writer = self.writers.get(rule) or self._opened(rule)
+            writer.step(report.metrics_line(rule), report.layout_lines(rule))
+            if self.request.samples:
+                writer.samples(report.step, report.sample_columns(rule))
+
+    def _opened(self, rule: str) -> RunWriter:
+        """The writer of a rule: of the directory itself for `run`, of one inside it for `compare`."""
+        from aggcli import records
+
+        if self.directory is None:
+            name = f"{self.request.command}-{rule}" if self.request.command == "run" else self.request.command
+            self.directory = records.fresh_directory(self.request.output, name, overwrite=self.request.overwrite)
+        compares = self.request.command == "compare"
+        place = self.directory / rule if compares else self.directory
+        self.writers[rule] = records.RunWriter(place, {"kind": "run", "mode": rule, **self._facts(rule)})
+        if compares:
+            self._comparison("running")
+        return self.writers[rule]
+
+    def _facts(self, rule: str | None) -> dict[str, Any]:
+        import torch
+
+        from aggcli import records
+
+        config = self.replay.config
+        if rule in MODES:
+            objective = dataclasses.replace(
+                config.objective, loss_aggregation=rule, calculate_per_token_loss=rule == "token_mean"
             )
-            records.write_manifest(directory, {**manifest, "status": "running"})
-            writers = {
-                rule: stack.enter_context(records.RunWriter(directory / rule, {"kind": "run", "mode": rule, **shared}))
-                for rule in rules
-            }
-        yield directory, writers
+            config = dataclasses.replace(config, objective=objective)
+        return {
+            **self.head,
+            "settings": to_flat(config),
+            "arguments": invocation(),
+            "config": to_toml(config),
+            "seed": config.seed,
+            "environment": records.environment("cpu", torch.get_num_threads()),
+            "ranks": self.replay.world.size,
+        }
 
+    def _comparison(self, status: str) -> None:
+        from aggcli import records
 
-def _write(writer: RunWriter, report: StepReport, rule: str, request: Request) -> None:
-    writer.step(report.metrics_line(rule), report.layout_lines(rule))
-    if request.samples:
-        writer.samples(report.step, report.sample_columns(rule))
+        assert self.directory is not None
+        manifest = {"schema": records.SCHEMA, "kind": "comparison", "runs": list(self.writers), **self._facts(None)}
+        records.write_manifest(self.directory, {**manifest, "status": status})
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        from aggcli import records
+
+        for writer in self.writers.values():
+            writer.__exit__(kind, error, trace)
+        if self.writers and self.request.command == "compare":
+            self._comparison(records.ended(error))
 
 
 # -- what is said ---------------------------------------------------------------------------------------------------
@@ -234,6 +267,12 @@ def _check(request: Request, steps: Sequence[dict[str, Any]]) -> None:
             f"step {worst['step']}: a layout changed a number by {worst['layout_deviation']:.3g}, relative; {limit:g} is"
             " what rounding explains; layouts.jsonl tells which"
         )
+
+
+def refuse_resume(resume: bool) -> None:
+    """A replay has nothing to go on with: it is over in seconds and is simply run again."""
+    if resume:
+        raise SettingError("--resume goes on with training; a replay is run again (--overwrite replaces its records)")
 
 
 def print_dry_run(config: RunConfig) -> int:

@@ -13,9 +13,10 @@ from aggcli.cli.options import (
     ResumeOption,
     SamplesOption,
     resolve,
+    say_ignored,
     with_settings,
 )
-from aggcli.cli.replaying import Request, need_divisor, print_dry_run, replay_command
+from aggcli.cli.replaying import Request, need_divisor, print_dry_run, refuse_resume, replay_command
 from aggcli.cli.training import TrainingRequest, training_command
 
 
@@ -40,9 +41,12 @@ def run(
     request = Request("run", settings, (mode,), False, output, overwrite, json, samples)
     if mode == "constant" and settings.objective.loss_aggregation_divisor is None:
         need_divisor(settings, request)
-    if settings.training.train or not settings.source.rollouts:
+    trains = settings.training.train or not settings.source.rollouts
+    say_ignored(given, trains=trains, replays=bool(settings.source.rollouts))
+    if trains:
         if dry_run:
             return print_dry_run(settings)
         seeds = (settings.seed,)
         return training_command(TrainingRequest("run", settings, (mode,), seeds, output, overwrite, resume, json))
+    refuse_resume(resume)
     return print_dry_run(settings) if dry_run else replay_command(request)

@@ -339,6 +339,8 @@ def _finish(
     from aggcli.records import to_json, update_manifest
     from aggcli.report.training_tables import last_step_table, training_table
 
+    for run, evaluation in zip(trainer.runs, final, strict=False):
+        update_manifest(directory / run.name, evaluation=dataclasses.asdict(evaluation))
     summary = _summary(setup, runs, trainer, final, directory)
     update_manifest(directory, final=summary)
     if request.json:

@@ -60,7 +60,9 @@ class Schedule:
 
 
 RECORDED = "recorded"
-_LAYOUT = re.compile(r"dp(?P<dp>\d+)(?:cp(?P<cp>\d+))?(?::(?P<rule>[a-z-]+))?(?:@(?P<tokens>\d+))?")
+MOST_RANKS = 16384
+"""A layout of more ranks than this is a slip of the finger."""
+_LAYOUT = re.compile(r"dp(?P<dp>[0-9]+)(?:cp(?P<cp>[0-9]+))?(?::(?P<rule>[a-z-]+))?(?:@(?P<tokens>[0-9]+))?")
 
 
 def parse_layout(text: str, *, max_tokens: int | None = None, micro_batch_size: int | None = None) -> Layout:
@@ -79,6 +81,8 @@ def parse_layout(text: str, *, max_tokens: int | None = None, micro_batch_size: 
         raise SettingError(f"layout '{text}': unknown partition rule '{rule}'{nearest(rule, PARTITIONERS)}")
     if dp < 1 or cp < 1 or (match["tokens"] is not None and int(match["tokens"]) < 1):
         raise SettingError(f"layout '{text}': ranks and token budget must be at least 1")
+    if dp * cp > MOST_RANKS:
+        raise SettingError(f"layout '{text}': {dp * cp} ranks; at most {MOST_RANKS} are evaluated")
     if match["tokens"] is not None:
         return Layout(text, dp, cp, rule, int(match["tokens"]))
     return Layout(text, dp, cp, rule, max_tokens, micro_batch_size)

@@ -61,9 +61,9 @@ def _on_data(inputs: StepInputs, values: Values) -> list[str]:
 def _on_groups(inputs: StepInputs, values: Values) -> list[str]:
     groups, flat = values.get("groups"), values.get("zero_variance_groups")
     advantages_T = inputs.tokens.get("advantages")
-    if not groups or not flat or advantages_T is None:
+    if not groups or not flat or advantages_T is None or not values["tokens"]:
         return []
-    if advantages_T[inputs.tokens["loss_mask"]].any():
+    if flat < groups or advantages_T[inputs.tokens["loss_mask"]].any():
         return [f"zero-variance groups {flat:g}/{groups:g}: equal rewards, so advantages made from them are 0"]
     kl = "; what moves the policy is the KL term alone" if values.get("kl_loss") and values.get("grad_norm") else ""
     return [
@@ -76,10 +76,10 @@ def _on_loss(inputs: StepInputs, values: Mapping[str, Values]) -> list[str]:
     notes = []
     for rule in inputs.rules:
         loss, norm = values[rule].get("pg_loss"), values[rule].get("grad_norm")
-        if loss is not None and abs(loss) < ZERO and norm:
+        if loss is not None and abs(loss) < ZERO and norm and not values[rule].get("ratio_deviation"):
             notes.append(
-                f"pg_loss is 0 but the gradient is not (norm {norm:.4g}): with ratios of 1, advantages centred in each group"
-                f" cancel under {rule}; this is how a step starts, not a fault"
+                f"pg_loss is 0 under {rule} but the gradient is not: with ratios of 1, advantages centred in each group cancel;"
+                " this is how a step starts, not a fault"
             )
     if inputs.has_ratio and values[inputs.rules[0]].get("ratio_deviation") == 0:
         notes.append("every ratio is exactly 1: clipfrac and KL are 0 because nothing was updated since sampling")

@@ -48,9 +48,12 @@ def reduced_values(total: Partials, rule: str) -> Values:
     return _values(total, rule, weighted=total.sums[("tokens",)] > 0)
 
 
-def rank_values(part: Partials, rule: str) -> Values:
-    """A rank's own numbers: its share of weighted ones, its own means, counts, maxima and norms."""
-    return _values(part, rule, weighted=True)
+def rank_values(part: Partials, rule: str, *, empty: bool = False) -> Values:
+    """A rank's own numbers: its share of weighted ones, its own means, counts, maxima and norms.
+
+    `empty`: the whole step has no masked-in token, so there is nothing to have a share of.
+    """
+    return _values(part, rule, weighted=not empty)
 
 
 def _values(part: Partials, rule: str, *, weighted: bool) -> Values:
@@ -97,6 +100,11 @@ def gradient_comparison(total: Partials, rules: Sequence[str], baseline: str) ->
             }
         )
     return found
+
+
+def not_finite(total: Partials) -> str | None:
+    """The name of a number that overflowed, or None."""
+    return next((key[0] for key, value in total.sums.items() if not math.isfinite(value)), None)
 
 
 def deviation(layouts: Sequence[LayoutReport]) -> float:

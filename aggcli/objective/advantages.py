@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import NO_GROUP, group_of_rollout, is_first
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation (GRPO, as in TRL, verl and slime)."""
-_EQUAL = 1e-9
-"""Rewards of a group within this share of their size are equal up to rounding."""
+_EQUAL = 1e-6
+"""Rewards of a group within this share of their size are equal up to rounding (float32 rounds at 6e-8)."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,11 @@ def group_advantages(reward_S: Tensor, rollout_S: Tensor, group_S: Tensor, *, di
 
     A rollout counts once however many training samples it has (all get its advantage). Unscored rollouts stay out of the
     statistics and get 0, as do rollouts without a group, groups of one and groups of equal rewards.
-    Sources: DeepSeekMath (GRPO); Dr.GRPO for the form without std.
+    Sources: DeepSeekMath (GRPO); Dr.GRPO for the form without std. Raises `RolloutError` when a group's spread overflows.
     """
     groups = group_statistics(distinct_rollouts(reward_S, rollout_S, group_S))
+    if not torch.isfinite(groups.std_P).all():
+        raise RolloutError("rewards are too large for float64: the spread of a group overflows; scale them down")
     known_S = group_of_rollout(group_S, rollout_S)
     scored_S = (known_S != NO_GROUP) & ~reward_S.isnan()
     at_S = torch.where(scored_S, known_S, 0)

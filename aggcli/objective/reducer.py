@@ -29,8 +29,9 @@ def load_reducer(path: str) -> Reducer:
         sys.path.insert(0, "")
     try:
         function = getattr(importlib.import_module(module_name), name, None)
-    except ImportError as error:
-        raise SettingError(f"--custom-pg-loss-reducer-function-path {path}: cannot import it ({error})") from error
+    except (Exception, SystemExit) as error:  # a user's module may do anything when it is imported
+        what = f"{type(error).__name__}: {error}"
+        raise SettingError(f"--custom-pg-loss-reducer-function-path {path}: cannot import it ({what})") from error
     if not callable(function):
         raise SettingError(f"--custom-pg-loss-reducer-function-path {path}: {module_name} has no function {name}")
     return cast(Reducer, function)
@@ -53,7 +54,7 @@ def reducer_weights(reducer: Reducer, batch: RolloutBatch, *, calculate_per_toke
         try:
             value = reducer(*lengths, [mask.clone() for mask in masks], calculate_per_token_loss)(x_T)
             (weight_T,) = torch.autograd.grad(value, x_T, allow_unused=True)
-        except Exception as error:  # a user's code may raise anything; it is the user's to mend
+        except (Exception, SystemExit) as error:  # a user's code may raise anything; it is the user's to mend
             raise RolloutError(f"{batch.name}: the custom reducer failed: {type(error).__name__}: {error}") from error
         weight_T = torch.zeros_like(x_T) if weight_T is None else weight_T
         weights.append(torch.where(batch.loss_mask_T, weight_T, 0.0))

@@ -75,8 +75,11 @@ def step_inputs(
     With `reducer`, the rule `custom` is added to `modes`. Raises `RolloutError` naming a sample without group_index under
     prompt_mean, and when a KL or entropy coefficient has nothing to act on.
     """
-    if objective.kl_coef and step.ref_log_probs_T is None:
-        raise RolloutError(f"{step.name}: --kl-coef {objective.kl_coef:g} needs ref_log_probs, which the file lacks")
+    if objective.kl_coef and (step.ref_log_probs_T is None or step.log_probs_T is None):
+        lacks = "ref_log_probs" if step.ref_log_probs_T is None else "log_probs"
+        raise RolloutError(
+            f"{step.name}: --kl-coef {objective.kl_coef:g} needs log_probs and ref_log_probs; the file lacks {lacks}"
+        )
     if objective.entropy_coef and step.entropy_T is None:
         raise RolloutError(f"{step.name}: --entropy-coef {objective.entropy_coef:g} needs entropy, which the file lacks")
     tokens, has_ratio = _streams(step)
@@ -149,7 +152,8 @@ def _streams(step: RolloutBatch) -> tuple[dict[str, Tensor], bool]:
     trainer = sampled if sampled is not None else step.log_probs_T
     if engine is not None and trainer is not None:
         tokens |= {"trainer_log_probs": trainer, "rollout_log_probs": engine}
-    optional = {"ref_log_probs": step.ref_log_probs_T, "entropy": step.entropy_T, "advantages": step.advantages_T}
+    reference = step.ref_log_probs_T if step.log_probs_T is not None else None  # the KL is the current policy's
+    optional = {"ref_log_probs": reference, "entropy": step.entropy_T, "advantages": step.advantages_T}
     return tokens | {name: value for name, value in optional.items() if value is not None}, has_ratio
 
 

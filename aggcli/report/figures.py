@@ -18,8 +18,13 @@ from matplotlib.ticker import MaxNLocator
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.measurement.catalogue import LENGTH_BINS, describe
 from aggcli.report import style
+from aggcli.report.accuracy import accuracy_by_tokens
 from aggcli.report.base import NothingToDraw, grid, lone, plural
+from aggcli.report.correct_ranks import correct_by_rank
 from aggcli.report.curves import learning_curves
+from aggcli.report.findings import Findings, find
+from aggcli.report.gradients import mode_gradients
+from aggcli.report.layout_deviation import layout_deviation, layout_deviations
 from aggcli.report.ranks import pg_loss_by_rank
 from aggcli.report.style import Look
 from aggcli.report.weights import weight_by_length
@@ -42,30 +47,46 @@ _FAMILIES = {
 """Title -> names of weight_share/*, their labels and colours, in the order of the bar."""
 
 
-def all_figures(frames: Frames, step: int | None = None) -> tuple[dict[str, Figure], list[str]]:
+def all_figures(
+    frames: Frames, step: int | None = None, findings: Findings | None = None
+) -> tuple[dict[str, Figure], list[str]]:
     """Every figure that the records allow, by name, and why the others are missing.
 
-    `step`: the step of the figures that show a single one; default: each run's last. Raises `RecordError` for a step that
-    no run recorded.
+    `step`: the step of the figures that show a single one; default: each run's last. `findings`: default: found in the records.
+    Raises `RecordError` for a step that no run recorded.
     """
     if step is not None:
         frames.need_step(step)
+    figures, notes = {}, list(frames.notes)
+    for name, make in _makers(frames, step, findings).items():
+        try:
+            figures[name] = make()
+        except NothingToDraw as reason:
+            notes.append(f"no figure {name}: {reason}")
+    return figures, notes
+
+
+def _makers(frames: Frames, step: int | None, findings: Findings | None) -> dict[str, Callable[[], Figure]]:
+    """The figures of this kind of records, in the order of a report."""
     makers: dict[str, Callable[[], Figure]] = {
         "weight_by_length": lambda: weight_by_length(frames),
         "pg_loss_by_rank": lambda: pg_loss_by_rank(frames, step),
         "weight_shares": lambda: weight_shares(frames),
     }
     if "rollout_step" in frames.metrics:
+        found = findings or find(frames)
+        if found.trained:
+            makers["accuracy_by_tokens"] = lambda: accuracy_by_tokens(found.trained, found.fitted)
         makers["learning_curves"] = lambda: learning_curves(frames)
     else:
         makers["modes_over_steps"] = lambda: modes_over_steps(frames)
-    figures, notes = {}, list(frames.notes)
-    for name, make in makers.items():
-        try:
-            figures[name] = make()
-        except NothingToDraw as reason:
-            notes.append(f"no figure {name}: {reason}")
-    return figures, notes
+    if "gradient_cosine" in frames.metrics:
+        makers["mode_gradients"] = lambda: mode_gradients(frames)
+    if "correct/count" in frames.ranks:
+        makers["correct_by_rank"] = lambda: correct_by_rank(frames, step)
+    if len(layout_deviations(frames)):
+        makers["layout_deviation"] = lambda: layout_deviation(frames)
+    return makers
 
 
 # -- where the weight goes ------------------------------------------------------------------------------------------
@@ -108,7 +129,7 @@ def _draw_shares(
             if share >= 5:
                 axes.text(start + share / 2, y, f"{share:.0f}", ha="center", va="center", color=_ink_on(colour), fontsize=9)
         ends = ends + np.nan_to_num(shares)
-    axes.set_yticks(range(len(looks)), [f"{look.label}  (n = {n})" for look, n in zip(looks, steps, strict=True)])
+    axes.set_yticks(range(len(looks)), [f"{look.shown}  (n = {n})" for look, n in zip(looks, steps, strict=True)])
     for tick, look in zip(axes.get_yticklabels(), looks, strict=True):
         tick.set_color(look.colour)
     axes.invert_yaxis()
@@ -173,7 +194,7 @@ def _draw_metric(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name:
             markersize=4.5 + 3.5 * extra,
             markerfacecolor=look.face,
             markevery=marked.tolist(),
-            label=look.label,
+            label=look.shown,
         )
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useOffset=False)

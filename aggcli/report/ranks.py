@@ -48,7 +48,7 @@ def pg_loss_by_rank(frames: Frames, step: int | None = None) -> Figure:
         for axes, (look, at, layouts, ranks) in zip(cells, panels, strict=True):
             _draw_layouts(axes, look, layouts, ranks, places)
             where = "" if len(shown) == 1 else f", step {at}"
-            axes.set_title(f"{look.label}{where}: {_difference_in_words(layouts)}", color=look.colour)
+            axes.set_title(f"{look.shown}{where}: {_difference_in_words(layouts)}", color=look.colour)
         for axes in cells[::2]:
             _name_rows(axes, places)
         for axes in cells[-2:]:

@@ -6,6 +6,7 @@ made and saved by matplotlib's own Agg, SVG and PDF writers, whatever backend th
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 
 from aggcli.errors import RecordError
 from aggcli.measurement.catalogue import describe
@@ -29,9 +31,13 @@ OTHER_COLOUR, OTHER_MARKER = "#000000", "P"
 """Any other rule, such as a custom reducer."""
 SCOPE_LINES = {"step": "-", "rank": "--", "micro-batch": ":"}
 """The line of a number by the scope that it was counted in."""
-DASHES: tuple[Any, ...] = ("-", *((0, on) for on in ((6, 2), (1, 1.5), (6, 2, 1, 2), (12, 3), (6, 2, 1, 2, 1, 2), (3, 1), (1, 5))))
+DASHES: tuple[Any, ...] = (
+    "-",
+    *((0, on) for on in ((6, 2), (1, 1.5), (6, 2, 1, 2), (12, 3), (6, 2, 1, 2, 1, 2), (3, 1), (1, 5))),
+)
 """Lines of the runs of one mode, four to each: with the mode's four shades, 32 runs of a mode differ in (colour, dash)."""
 _SHADES = 4
+_LONGEST = 46
 GOOD, BAD, NEUTRAL = "#56B4E9", "#E69F00", "#BBBBBB"
 LENGTH_SHADES = ("#DCE3EA", "#A9B8C6", "#6F8599", "#33475B")
 """Short to long."""
@@ -87,7 +93,9 @@ class Look:
     colour: str | tuple[float, float, float]
     marker: str
     filled: bool
-    dash: Any = "-"
+    dash: Any
+    shown: str
+    """The label as it is written in a figure: a long one (a directory's path) with its middle left out."""
 
     @property
     def face(self) -> str | tuple[float, float, float]:
@@ -98,13 +106,19 @@ class Look:
 def looks(runs: Sequence[Labelled]) -> list[Look]:
     """One look per run (or arm), in their order."""
     made, seen = [], {}
-    for run in runs:
+    for run, shown in zip(runs, _shortened([run.label for run in runs]), strict=True):
         mode = run.mode if run.mode in MODE_COLOURS else "custom"
         nth = seen[mode] = seen.get(mode, -1) + 1
         colour = _paler(MODE_COLOURS.get(mode, OTHER_COLOUR), (nth % _SHADES) * 0.2)
         dash = DASHES[nth // _SHADES % len(DASHES)]
-        made.append(Look(run.label, run.mode, colour, MODE_MARKERS.get(mode, OTHER_MARKER), nth % 2 == 0, dash))
+        made.append(Look(run.label, run.mode, colour, MODE_MARKERS.get(mode, OTHER_MARKER), nth % 2 == 0, dash, shown))
     return made
+
+
+def _shortened(labels: Sequence[str]) -> list[str]:
+    """Labels of at most `_LONGEST` characters, still all different where the labels are."""
+    short = [one if len(one) <= _LONGEST else f"{one[:22]} … {one[-_LONGEST + 25 :]}" for one in labels]
+    return [f"{one} #{nth}" if short.count(one) > 1 else one for nth, one in enumerate(short, 1)]
 
 
 def _paler(colour: str, share: float) -> tuple[float, float, float]:
@@ -131,15 +145,17 @@ def title(figure: Figure, text: str) -> None:
     figure.suptitle(text, x=0.01, ha="left")
 
 
-def legend_below(figure: Figure, axes: Axes, columns: int = 4) -> None:
-    """One legend for all panels, under them and never over them; the figure grows by its lines."""
+def legend_below(figure: Figure, axes: Axes, columns: int = 4, note: str = "") -> None:
+    """One legend for all panels, under them and never over them, with a note above it; the figure grows by its lines."""
     handles, labels = axes.get_legend_handles_labels()
-    if not handles:
-        return
-    width = max(map(len, labels))
-    columns = max(1, min(columns, len(labels), int(figure.get_figwidth() * 11 / (width + 6))))
-    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(labels) / columns))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=3)
+    columns = max(1, min(columns, len(labels), int(figure.get_figwidth() * 11 / (max(map(len, labels), default=0) + 6))))
+    lines = math.ceil(len(labels) / columns) + len(note.splitlines())
+    figure.set_figheight(figure.get_figheight() + 0.2 * lines)
+    place = "outside lower left" if note else "outside lower center"
+    legend = figure.legend(handles, labels, loc=place, ncols=columns, fontsize=9, handlelength=3, alignment="left")
+    if note:
+        legend.set_title(note, prop=FontProperties(size=9))
+        legend.get_title().set_color("0.3")
 
 
 def note(figure: Figure, text: str) -> None:
@@ -170,3 +186,11 @@ def save(figure: Figure, path: Path) -> None:
             figure.savefig(path, format=kind, metadata=_UNDATED[kind])
     except OSError as error:
         raise RecordError(f"--output {path.parent}: {path.name} cannot be written ({error.strerror})") from error
+
+
+def svg_text(figure: Figure) -> str:
+    """A figure as SVG with its words as text, so that they can be searched and copied; the same for the same figure."""
+    buffer = io.StringIO()
+    with context(), matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata=_UNDATED["svg"])
+    return buffer.getvalue()

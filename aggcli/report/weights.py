@@ -64,7 +64,7 @@ def _draw_mode(axes: Axes, shown: pd.DataFrame, looks: Sequence[Look]) -> None:
             linewidths=0.5 if look.filled else 1,
             alpha=0.8,
             zorder=3,
-            label=look.label,
+            label=look.shown,
             rasterized=len(own) > 5000,
         )
     finding, spans = _finding(shown)

@@ -111,10 +111,6 @@ class RolloutBatch:
         return self.response_length_S.numel()
 
     @property
-    def num_runs(self) -> int:
-        return int(self.run_S.max()) + 1 if self.num_samples else 1
-
-    @property
     def token_fields(self) -> dict[str, Tensor]:
         """The optional per-token fields that this batch has."""
         present = {field: getattr(self, field) for field in TOKEN_FIELDS}

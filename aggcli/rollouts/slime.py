@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -97,7 +98,8 @@ def load(path: Path) -> Mapping[str, object]:
     except OSError as error:
         raise RolloutError(f"{path}: cannot be read ({error.strerror or error})") from error
     try:
-        with torch.serialization.safe_globals([range]):  # miles stores partitions as ranges
+        with warnings.catch_warnings(), torch.serialization.safe_globals([range]):  # miles stores partitions as ranges
+            warnings.simplefilter("ignore")  # the refusal says all there is to say
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a damaged file can fail anywhere in the unpickler, with any exception
         raise RolloutError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aggcli.config import MODES, ObjectiveConfig
 from aggcli.layout.schedule import Layout, schedule_step
-from aggcli.objective.aggregation import sample_weights, spread, step_denominators
+from aggcli.objective.aggregation import aggregate, sample_weights, spread, step_denominators
 from aggcli.objective.policy_loss import kl_terms, policy_terms
 from aggcli.objective.step import weights_elsewhere
 from aggcli.policy.transformer import Parameters
@@ -162,7 +162,7 @@ def _loss(
         objective,
         clip_range=(given.clip_low_T[at].to(device), given.clip_high_T[at].to(device)),
     )
-    loss = torch.dot(given.loss_weight_T[at].to(device), terms.pg_loss_T)
+    loss = aggregate(terms.pg_loss_T, given.loss_weight_T[at].to(device))
     metric_weight_T = given.metric_weight_T[at].to(device)
     if given.ref_log_probs_T is not None:
         ratio_T = terms.ratio_T if objective.kl_unbiased else None

@@ -14,6 +14,7 @@ demonstrations (TRL's own model, a two-layer Llama of width 64, is taught here t
 The response lengths of both sides are printed, since the time depends on them.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -309,7 +310,10 @@ def main() -> None:
         trl_process(given.trl, given.steps, int(os.environ["OMP_NUM_THREADS"]))
         return
     found = measure(given.steps, given.threads)
-    print(json.dumps(found, indent=2)) if given.json else show(found)
+    if given.json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(found)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""Accuracy against the tokens that it cost: the steps of every run, and each arm's fitted compute-performance curve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from aggcli.analysis.curves import Curve
+from aggcli.analysis.efficiency import FittedRun, ModeCurve, mode_curves
+from aggcli.analysis.histories import Floats, History, with_labels
+from aggcli.analysis.sigmoid import sigmoid
+from aggcli.analysis.statistics import Interval
+from aggcli.report import style
+from aggcli.report.base import NothingToDraw, folded, lone, plural
+from aggcli.report.style import Look
+
+_FAINT = 1500
+"""Beyond this many points, dots would be a carpet and are drawn smaller."""
+
+
+def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()) -> Figure:
+    """Accuracy (share of scored rollouts that are correct) of each rollout step against response tokens trained on before it.
+
+    A dot: one step of one run; a line: the arm's sigmoid, at the means of its seeds' A, B, C_mid and R_0 (`fitted`), or the
+    mean over its seeds where no curve was fitted; a note says why. Raises `NothingToDraw`.
+    """
+    drawn = [run for run in runs if (np.isfinite(run.tokens) & np.isfinite(run.measures["accuracy"])).any()]
+    if not drawn:
+        raise NothingToDraw("accuracy and tokens are not recorded together")
+    arms = with_labels(drawn)
+    looks = style.looks([own[0] for own in arms.values()])
+    curves = mode_curves(fitted) if fitted else {}
+    with style.context():
+        figure = style.new_figure(8.5, 4.6)
+        axes = figure.subplots()
+        points = sum(len(run.steps) for run in drawn)
+        for at, (look, own) in enumerate(zip(looks, arms.values(), strict=True)):
+            for run in own:
+                axes.scatter(
+                    run.tokens,
+                    run.measures["accuracy"],
+                    s=12 if points < _FAINT else 4,
+                    marker=look.marker,
+                    color=look.colour,
+                    alpha=0.28,
+                    linewidths=0,
+                    zorder=2,
+                    rasterized=points > 5000,
+                )
+            width = 2 + 1.2 * (len(looks) - 1 - at) / max(1, len(looks) - 1)
+            _draw_arm(axes, look, own, [one for one in fitted if one.run.label == look.label], curves.get(look.label), width)
+        _frame(axes)
+        style.legend_below(figure, axes, columns=1, note=folded(_reading(fitted, curves), 120))
+        style.title(figure, f"Accuracy against tokens: {plural(len(arms), 'arm')}, {plural(len(drawn), 'run')}")
+    return figure
+
+
+def _frame(axes: Axes) -> None:
+    axes.set_xlabel("response tokens trained on before the step [tokens, masked-out ones included]")
+    axes.set_ylabel("accuracy [share of scored rollouts]")
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(7))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def _draw_arm(
+    axes: Axes, look: Look, own: Sequence[History], fitted: Sequence[FittedRun], curve: ModeCurve | None, width: float
+) -> None:
+    bent = [one.curve for one in fitted if isinstance(one.curve, Curve)]
+    if bent and curve and curve.asymptote and curve.exponent and curve.midpoint:
+        C = np.linspace(0, max(float(np.nanmax(run.tokens)) for run in own), 300)
+        start = float(np.mean([one.start for one in bent]))
+        R = sigmoid(C, start, curve.asymptote.mean, curve.exponent.mean, curve.midpoint.mean)
+        text = f"{look.shown}: A {_words(curve.asymptote)}, B {_words(curve.exponent)}, C_mid {_words(curve.midpoint)} tokens"
+        axes.plot(C, R, linestyle=look.dash, color=look.colour, linewidth=width, label=text, zorder=3)
+        return
+    C, R = _mean_curve(own)
+    axes.plot(
+        C,
+        R,
+        linestyle=look.dash,
+        color=look.colour,
+        linewidth=width,
+        marker=".",
+        markevery=lone(R).tolist(),
+        label=f"{look.shown}: mean of {plural(len(own), 'run')}, no curve fitted",
+        zorder=3,
+    )
+
+
+def _mean_curve(own: Sequence[History]) -> tuple[Floats, Floats]:
+    """The mean over runs at the first run's tokens, interpolated, up to the tokens that all of them saw; NaN is a gap."""
+    if len(own) == 1:
+        return own[0].tokens, own[0].measures["accuracy"]
+    known = [np.isfinite(run.tokens) & np.isfinite(run.measures["accuracy"]) for run in own]
+    end = min(float(run.tokens[one][-1]) for run, one in zip(own, known, strict=True) if one.any())
+    C = own[0].tokens[known[0]]
+    C = C[end >= C]
+    pairs = [(run.tokens[one], run.measures["accuracy"][one]) for run, one in zip(own, known, strict=True) if one.any()]
+    return C, np.mean([np.interp(C, x, y) for x, y in pairs], axis=0)
+
+
+def _words(found: Interval) -> str:
+    mean = f"{found.mean:,.0f}" if found.mean >= 1000 else f"{found.mean:.3g}"
+    if found.low is None or found.high is None:
+        return mean
+    bounds = [f"{bound:,.0f}" if found.mean >= 1000 else f"{bound:.3g}" for bound in (found.low, found.high)]
+    return f"{mean} [{bounds[0]}, {bounds[1]}]"
+
+
+def _reading(fitted: Sequence[FittedRun], curves: dict[str, ModeCurve]) -> str:
+    if not fitted:
+        return "a dot: one step of one run; line: mean over runs (no curve was fitted)"
+    bent = max((curve.asymptote.n for curve in curves.values() if curve.asymptote), default=0)
+    interval = ", [95 % interval over seeds]" if bent > 1 else ", one seed: no interval" if bent else ""
+    texts = [f"a dot: one step of one run; line: R_0 + (A - R_0) / (1 + (C_mid/C)^B) at the means over seeds{interval}"]
+    for label, curve in curves.items():
+        if curve.refused:
+            texts.append(f"{label}: no curve for {plural(len(curve.refused), 'run')} ({curve.refused[0]})")
+    return "; ".join(texts[:4])

@@ -1,0 +1,75 @@
+"""What a report says of its runs: which were trained, how they compare, and in which settings they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from aggcli.analysis.efficiency import FittedRun, fit_runs, mode_curves
+from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.analysis.histories import History, read_histories
+from aggcli.analysis.outcomes import Comparison, compare
+from aggcli.analysis.settings import SettingDifference, differences, labelled, warnings, without_duplicates
+from aggcli.analysis.verdict import Verdict, verdict
+
+MOST_FITS = 40
+"""Curves are fitted to up to this many runs (a tenth of a second each)."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """`runs`: every run; `trained`: those that sampled their own rollouts, labelled by arm, each arm and seed once.
+
+    `comparison` and `verdict` are of the trained runs, None where there is none: recorded rollouts are the same under every
+    mode, so their accuracy says nothing about a mode. `differing`: settings and versions that are not the same in all runs.
+    """
+
+    runs: tuple[History, ...]
+    trained: tuple[History, ...]
+    fitted: tuple[FittedRun, ...]
+    comparison: Comparison | None
+    verdict: Verdict | None
+    differing: tuple[SettingDifference, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def seeds(self) -> int:
+        """The most seeds that an arm of the trained runs has; 0 without trained runs."""
+        labels = [run.label for run in self.trained]
+        return max(map(labels.count, labels), default=0)
+
+
+def find(frames: Frames) -> Findings:
+    """The findings of these runs. Raises `RecordError` where a record cannot be read."""
+    read, notes = read_histories([run.directory for run in frames.runs])
+    by_directory = {run.directory: run for run in labelled(read)}
+    own = {run.directory: rows(frames.metrics, run=run.label) for run in frames.runs}
+    sampled = [
+        run
+        for run in read
+        if np.isfinite(numbers(own[run.directory], "rollout_step")).any() and not run.settings.get("rollouts")
+    ]
+    trained, dropped = without_duplicates(labelled(sampled)) if sampled else ([], [])
+    comparison = compare(trained) if trained else None
+    differing = differences([replace(run, label=by_directory[run.directory].label) for run in read])
+    fitted = fit_runs(trained) if 0 < len(trained) <= MOST_FITS else []
+    many = [f"{len(trained)} runs: no curves are fitted to more than {MOST_FITS}"] if len(trained) > MOST_FITS else []
+    return Findings(
+        runs=tuple(read),
+        trained=tuple(trained),
+        fitted=tuple(fitted),
+        comparison=comparison,
+        verdict=verdict(comparison) if comparison else None,
+        differing=tuple(differing),
+        notes=(*warnings(differing), *notes, *dropped, *(comparison.notes if comparison else ()), *many, *_refused(fitted)),
+    )
+
+
+def _refused(fitted: Sequence[FittedRun]) -> list[str]:
+    return [
+        f"{label}: no curve is fitted to {len(curve.refused)} of its runs ({curve.refused[0]})"
+        for label, curve in mode_curves(fitted).items()
+        if curve.refused
+    ]

@@ -1,0 +1,109 @@
+"""How the modes' gradients on the same rollouts relate: their size (a learning rate in disguise) and their direction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.measurement.catalogue import describe
+from aggcli.report import style
+from aggcli.report.base import NothingToDraw, folded, grid, plural
+from aggcli.report.style import Look
+
+GRADIENTS = ("gradient_ratio", "gradient_cosine")
+_STEPS_APART = 12
+"""Up to this many steps are drawn as dots, side by side per mode; more as lines over the steps."""
+
+
+def mode_gradients(frames: Frames) -> Figure:
+    """gradient_ratio and gradient_cosine of every run and step, a panel each; the line at 1 is the baseline itself.
+
+    Raises `NothingToDraw`.
+    """
+    shown = [name for name in GRADIENTS if np.isfinite(numbers(frames.metrics, name)).any()]
+    if not shown:
+        raise NothingToDraw("no gradient_ratio or gradient_cosine is recorded (a comparison of recorded rollouts has them)")
+    looks = style.looks(frames.runs)
+    steps = frames.steps
+    with style.context():
+        height = 1.5 + 0.36 * len(looks) if len(steps) <= _STEPS_APART else 3.1
+        figure, cells = grid(len(shown), 4.9, height, columns=2)
+        for axes, name in zip(cells, shown, strict=True):
+            if len(steps) <= _STEPS_APART:
+                _draw_rows(axes, frames, looks, name, named=axes is cells[0])
+            else:
+                _draw_lines(axes, frames, looks, name)
+            unrecorded = int((~np.isfinite(numbers(frames.metrics, name))).sum())
+            missing = f" ({unrecorded} not measured)" if unrecorded else ""
+            about = folded(f"{describe(name).about}, {style.metric_over(name)}{missing}", 62)
+            axes.set_title(about, fontsize=9.5)
+        if len(steps) > _STEPS_APART:
+            style.legend_below(figure, cells[0], note=_reading(frames, len(steps)))
+        else:
+            style.note(figure, _reading(frames, len(steps)))
+        style.title(figure, f"Effective learning rate and direction of each mode ({plural(len(steps), 'step')})")
+    return figure
+
+
+def _reading(frames: Frames, steps: int) -> str:
+    dots = "a small dot: one step; large: their mean; " if 1 < steps <= _STEPS_APART else ""
+    return f"{dots}the line at 1: the baseline mode, {frames.runs[0].mode if frames.runs else ''}, against itself"
+
+
+def _draw_rows(axes: Axes, frames: Frames, looks: Sequence[Look], name: str, *, named: bool) -> None:
+    """A row a run: its steps as small dots, their mean as a large one, with its number."""
+    axes.axvline(1, color="0.55", linewidth=1, zorder=1)
+    for y, look in enumerate(looks):
+        values = numbers(rows(frames.metrics, run=look.label), name)
+        values = values[np.isfinite(values)]
+        if not len(values):
+            axes.annotate("not measured", (1, y), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color="0.3")
+            continue
+        mean = float(values.mean())
+        if len(values) > 1:
+            axes.scatter(values, np.full(len(values), y), s=20, color=look.colour, alpha=0.5, zorder=3)
+        axes.scatter([mean], [y], s=64, marker=look.marker, facecolors=look.face, edgecolors=look.colour, zorder=4)
+        axes.annotate(
+            f"{mean:.3g}", (mean, y), (0, 8), textcoords="offset points", ha="center", fontsize=9, color="0.15", zorder=5
+        )
+    axes.set_yticks(range(len(looks)), [look.shown for look in looks] if named else [""] * len(looks))
+    axes.set_ylim(len(looks) - 0.4, -0.75)
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.1)
+    axes.grid(axis="y", visible=False)
+    _scale(axes, frames, name, "x")
+    axes.set_xlabel(f"{name} [the baseline's is 1]")
+
+
+def _draw_lines(axes: Axes, frames: Frames, looks: Sequence[Look], name: str) -> None:
+    axes.axhline(1, color="0.55", linewidth=1, zorder=1)
+    for look in looks:
+        own = rows(frames.metrics, run=look.label).sort_values("step")
+        axes.plot(
+            own["step"],
+            numbers(own, name),
+            linestyle=look.dash,
+            color=look.colour,
+            linewidth=1.4,
+            marker=look.marker,
+            markersize=3,
+            label=look.shown,
+        )
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    _scale(axes, frames, name, "y")
+    axes.set_ylabel(f"{name} [the baseline's is 1]")
+
+
+def _scale(axes: Axes, frames: Frames, name: str, axis: str) -> None:
+    """Ratios start at 0, so that lengths compare; a cosine goes no further than 1."""
+    values = numbers(frames.metrics, name)
+    low, high = min(float(np.nanmin(values)), 1.0), max(float(np.nanmax(values)), 1.0)
+    margin = 0.08 * max(high - low, 0.02)
+    limits = (0.0, high * 1.12) if name == "gradient_ratio" else (low - 1.6 * margin, high + margin)
+    (axes.set_xlim if axis == "x" else axes.set_ylim)(*limits)

@@ -1,0 +1,238 @@
+"""The tables of a report page, from the records and the analysis; behind every cell is its number in full."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from aggcli.analysis.efficiency import efficiency, mode_curves
+from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.measurement.catalogue import METRICS, describe
+from aggcli.report.base import plural
+from aggcli.report.comparison_tables import ARROWS, Row, caption, curve_rows, number, rows_of
+from aggcli.report.findings import Findings
+from aggcli.report.layout_deviation import layout_deviations
+from aggcli.report.markup import Cell, Markup, Number, element, join, table
+
+_PRECISION = 4
+_MOST_COLUMNS = 8
+"""Runs are columns up to this many; more would not fit a page."""
+_LAST = ("raw_reward", "response_length", "entropy_loss", "pg_clipfrac", "ppo_kl", "grad_norm")
+
+
+def run_table(frames: Frames, manifests: Mapping[str, Mapping[str, Any]]) -> Markup:
+    """A row a run. `manifests`: label -> the run's own."""
+    body: list[list[Cell]] = []
+    for run in frames.runs:
+        own, manifest = rows(frames.metrics, run=run.label), manifests[run.label]
+        tokens = numbers(own, "response_tokens")
+        seed = manifest.get("seed")
+        body.append(
+            [
+                run.label,
+                Number(seed, str(seed)) if isinstance(seed, int) else "",
+                str(manifest.get("status", "")),
+                Number(len(set(own["step"])), str(len(set(own["step"])))),
+                _whole(float(np.nansum(tokens)) if np.isfinite(tokens).any() else None),
+                str(run.directory),
+            ]
+        )
+    return table("The runs", ["run", "seed", "status", "optimizer steps", "response tokens", "directory"], body)
+
+
+def comparison_table(findings: Findings) -> Markup:
+    """Every figure of every arm, with intervals, paired differences and what speaks for them; and the fitted curves."""
+    if findings.comparison is None:
+        return Markup()
+    found = rows_of(findings.comparison, _PRECISION)
+    if findings.fitted:
+        pairs = efficiency(findings.fitted, findings.comparison.baseline)
+        found += curve_rows(mode_curves(findings.fitted), pairs, "tokens")
+    heads = ["figure", "mode", "seeds", "mean", "difference", "p (Holm)", "sign-flip p"]
+    return table(f"The comparison. {caption(found)}", heads, [_compared(row) for row in found])
+
+
+def _compared(row: Row) -> list[Cell]:
+    floor = "" if row.sign_flip_floor is None else f"floor {row.sign_flip_floor:.2g}"
+    return [
+        ", ".join(part for part in (f"{row.head}{ARROWS[row.better]}", row.unit, row.where) if part),
+        row.mode,
+        Number(row.n, str(row.n)),
+        _value(row.mean, row.low, row.high),
+        _value(row.difference, row.difference_low, row.difference_high, signed=True),
+        Number(row.p_holm, _p(row.p_holm)),
+        Number(row.sign_flip_p, _p(row.sign_flip_p), floor),
+    ]
+
+
+def final_table(directory: str, final: Mapping[str, Any]) -> Markup:
+    """The figures on fresh prompts that a trained comparison ended with, as its manifest has them."""
+    body: list[list[Cell]] = []
+    baseline = final.get("baseline")
+    for mode, figures in final["modes"].items():
+        for name, figure in figures.items():
+            if figure is not None:
+                less = figure.get("difference") or {}
+                body.append(
+                    [
+                        name,
+                        mode,
+                        Number(figure["n"], str(figure["n"])),
+                        _value(figure["mean"], figure["low"], figure["high"]),
+                        _value(less.get("mean"), less.get("low"), less.get("high"), signed=True),
+                    ]
+                )
+    what = "on fresh prompts" if any("accuracy" in figures for figures in final["modes"].values()) else "at the last step"
+    text = f"After training, {what}: mean [95 % Student-t interval over seeds] and difference to {baseline}. {directory}"
+    return table(text, ["figure", "mode", "seeds", "mean", "difference"], body)
+
+
+def metric_table(frames: Frames) -> Markup:
+    """Every recorded metric, a column a run, as the mean over the steps that have it; empty above `_MOST_COLUMNS` runs."""
+    if len(frames.runs) > _MOST_COLUMNS:
+        return Markup()
+    own = {run.label: rows(frames.metrics, run=run.label) for run in frames.runs}
+    body: list[list[Cell]] = []
+    for name in _recorded(frames):
+        values = {label: numbers(frame, name) for label, frame in own.items()}
+        known = [value[np.isfinite(value)] for value in values.values()]
+        if not any(map(len, known)):
+            continue
+        metric = describe(name)
+        cells = [
+            _mean(part, len(whole)) if len(part) else Number(None, "")
+            for part, whole in zip(known, values.values(), strict=True)
+        ]
+        body.append([name, metric.unit, f"over {metric.over}", *cells])
+    text = f"Every metric, mean over the recorded steps ({_steps(frames)})"
+    return table(text, ["metric", "unit", "over what", *own], body)
+
+
+def last_step_table(frames: Frames) -> Markup:
+    """The last recorded step of every run, where there are too many runs for `metric_table`."""
+    if len(frames.runs) <= _MOST_COLUMNS:
+        return Markup()
+    shown = [name for name in _LAST if np.isfinite(numbers(frames.metrics, name)).any()]
+    body: list[list[Cell]] = []
+    for run in frames.runs:
+        last = rows(frames.metrics, run=run.label).sort_values("step", kind="stable").tail(1)
+        step = int(last["step"].iloc[0])
+        body.append([run.label, Number(step, str(step)), *(_value(_known(numbers(last, name)[0])) for name in shown)])
+    units = [f"{name}, {unit}" if (unit := describe(name).unit) else name for name in shown]
+    return table("The last recorded step of every run (a single step is noisy)", ["run", "step", *units], body)
+
+
+def layout_tables(frames: Frames) -> Markup:
+    """How far each layout moves pg_loss; and for a few runs the numbers themselves, at each run's last step."""
+    deviations = layout_deviations(frames)
+    body: list[list[Cell]] = []
+    for name in dict.fromkeys(deviations["layout"]):
+        own = numbers(rows(deviations, layout=name), "deviation")
+        equal, worst = int((own == 0).sum()), float(own.max())
+        shown = Number(worst, f"{worst:.1e}" if worst else "0") if math.isfinite(worst) else Number(None, "one is blank")
+        body.append([str(name), Number(len(own), str(len(own))), Number(equal, str(equal)), shown])
+    if not body:
+        return Markup()
+    reference = " or ".join(map(str, dict.fromkeys(deviations["reference"])))
+    text = f"pg_loss of each layout against {reference}, relative to max(|a|, |b|, total_weight)"
+    tables = [table(text, ["layout", "comparisons", "equal to the last bit", "largest difference"], body)]
+    if len(frames.runs) <= _MOST_COLUMNS:
+        tables.append(_last_layouts(frames))
+    return join(tables)
+
+
+def _last_layouts(frames: Frames) -> Markup:
+    last = {}
+    for run in frames.runs:
+        own = rows(frames.layouts, run=run.label)
+        own = rows(own, step=max(own["step"].tolist(), default=0))
+        last[run.label] = dict(zip(own["layout"], numbers(own, "pg_loss"), strict=True))
+    names = dict.fromkeys(name for values in last.values() for name in values)
+    body: list[list[Cell]] = [
+        [str(name), *(_value(_known(values.get(name, math.nan)), digits=9) for values in last.values())] for name in names
+    ]
+    return table("pg_loss by layout, at each run's last step: the same number down a column", ["layout", *last], body)
+
+
+# -- notes --------------------------------------------------------------------------------------------------------------
+
+
+def skipped(frames: Frames) -> list[str]:
+    """`kl_loss: needs ref_log_probs`: what could not be measured, and why."""
+    reasons: dict[str, dict[str, None]] = {}
+    for one in _cells(frames, "skipped", dict):
+        for metric, reason in one.items():
+            reasons.setdefault(str(reason), {})[str(metric)] = None
+    return [f"{', '.join(metrics)}: {reason}" for reason, metrics in reasons.items()]
+
+
+def step_notes(frames: Frames) -> list[str]:
+    """What the steps themselves noted, each once, with the number of recorded steps that did."""
+    counts = Counter(str(note) for one in _cells(frames, "notes", list) for note in one)
+    return [f"{note} ({plural(count, 'recorded step')})" for note, count in counts.items()]
+
+
+def _cells(frames: Frames, name: str, kind: type) -> Iterator[Any]:
+    if name in frames.metrics:
+        yield from (cell for cell in frames.metrics[name] if isinstance(cell, kind))
+
+
+# -- cells --------------------------------------------------------------------------------------------------------------
+
+
+def _recorded(frames: Frames) -> list[str]:
+    """Catalogue metrics among the columns: in the catalogue's order, then pass@k."""
+    columns = [str(name) for name in frames.metrics.columns]
+    return [*(name for name in METRICS if name in columns), *(name for name in columns if name.startswith("pass@"))]
+
+
+def _steps(frames: Frames) -> str:
+    steps = frames.steps
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def _mean(values: np.ndarray, steps: int) -> Number:
+    mean = math.fsum(values.tolist()) / len(values)
+    return Number(mean, _shown(mean), "" if len(values) == steps else f"{len(values)} of {steps} steps")
+
+
+def _known(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _whole(value: float | None) -> Cell:
+    return Number(None, "") if value is None else Number(value, f"{value:,.0f}")
+
+
+def _shown(value: float, digits: int = _PRECISION) -> str:
+    return "0" if abs(value) < 1e-12 else number(value, digits)
+
+
+def _value(
+    value: float | None, low: float | None = None, high: float | None = None, *, signed: bool = False, digits: int = _PRECISION
+) -> Number:
+    if value is None:
+        return Number(None, "")
+    plus = "+" if signed and value >= 0 else ""
+    bounds = "" if low is None or high is None else f"[{_shown(low)}, {_shown(high)}]"
+    return Number(value, plus + _shown(value, digits), bounds)
+
+
+def _p(value: float | None) -> str:
+    if value is None:
+        return ""
+    return "<0.0001" if value < 1e-4 else f"{value:.2g}"
+
+
+def settings_table(findings: Findings) -> Markup:
+    """The settings, versions and devices that differ between the runs, and nothing else."""
+    if not findings.differing:
+        return element("p", "No setting, version or device differs between the runs but the mode and the seed.")
+    body: list[Sequence[Cell]] = [
+        [one.name, one.kind, value, ", ".join(labels)] for one in findings.differing for value, labels in one.values.items()
+    ]
+    return table("Only what differs", ["setting", "kind", "value", "runs"], body)

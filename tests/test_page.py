@@ -1,0 +1,307 @@
+"""The report page: its numbers are the records', it is one well-formed file without a link outwards, and browsers show it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from aggcli.cli.plot import plot
+from aggcli.records import read_lines
+from tests.test_plot import write_comparison, write_lines, write_run
+
+VOID = {"meta", "link", "br", "hr", "img"}
+CORRECT = {"sample_mean": (60, 62, 70), "token_mean": (60, 64, 68)}
+"""Correct samples of 100 at the last step, a seed each: means 0.64 and 0.64, differences 0, +0.02, -0.02."""
+
+
+class Page(HTMLParser):
+    """Tables by their label, as rows of (text, data-value); refuses tags that do not match, and ids that repeat."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tables: dict[str, list[list[tuple[str, str | None]]]] = {}
+        self.attributes: list[tuple[str, str]] = []
+        self.said: list[str] = []
+        self._cell: list[str] | None = None
+        self._rows: list[list[tuple[str, str | None]]] = []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+        ids = [value for name, value in self.attributes if name == "id"]
+        assert len(ids) == len(set(ids))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        assert len(given) == len(attrs), f"an attribute of <{tag}> twice"
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self._rows = self.tables.setdefault(given["aria-label"] or "", [])
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th"):
+            self._cell, self._value = [], given.get("data-value")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert "svg" in self.open, f"<{tag}/> outside SVG"
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, tag
+        assert self.open.pop() == tag
+        if tag in ("td", "th") and self._cell is not None:
+            self._rows[-1].append(("".join(self._cell), self._value))
+            self._cell = None
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "script"} & set(self.open):
+            self.said.append(data)
+        if self._cell is not None:
+            self._cell.append(data)
+
+    def table(self, start: str) -> list[dict[str, tuple[str, str | None]]]:
+        """The rows of the one table whose label starts so, by the text of their heads."""
+        (head, *body) = next(rows for label, rows in self.tables.items() if label.startswith(start))
+        return [dict(zip((text for text, _ in head), row, strict=True)) for row in body]
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.said).split())
+
+
+def report(directories: Sequence[Path], output: Path) -> str:
+    plot(list(directories), output=output, html=True)
+    return (output / "report.html").read_text(encoding="utf-8")
+
+
+def write_trained(directory: Path, seeds: int = 3) -> Path:
+    """A trained comparison by hand: 2 modes, 10 steps of 100 samples of 5 tokens."""
+    names = [f"{mode}/seed-{seed}" for mode in CORRECT for seed in range(seeds)]
+    for name in names:
+        mode, seed = name.split("/")[0], int(name[-1])
+        ends = CORRECT[mode][seed]
+        steps = [
+            {
+                "rollout_step": step,
+                "pg_loss": -1.0 if mode == "sample_mean" else 1.0,
+                "samples": 100,
+                "response_tokens": 500 + seed,
+                "correct/count": (count := 30 + step * 2 if step < 9 else ends),
+                "incorrect/count": 100 - count,
+                "raw_reward": count / 100,
+                "notes": ["a step's <note>"],
+                "skipped": {"kl_loss": "needs ref_log_probs"},
+            }
+            for step in range(10)
+        ]
+        write_run(directory / name, mode, steps, samples=False)
+        manifest = {"schema": 1, "mode": mode, "seed": seed, "settings": {"lr": 0.001}, "status": "done"}
+        (directory / name / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    environment = {"git_commit": "c0ffee", "device": "cpu", "packages": {"torch": "2.13.0"}}
+    arguments = ["compare", "--seeds", str(seeds), "--output", "a folder"]
+    whole = {"schema": 1, "runs": names, "arguments": arguments, "environment": environment, "status": "done"}
+    (directory / "manifest.json").write_text(json.dumps(whole), encoding="utf-8")
+    return directory
+
+
+# -- numbers and words --------------------------------------------------------------------------------------------------
+
+
+def test_every_mean_of_a_replay_on_the_page_is_the_mean_of_the_records(tmp_path: Path) -> None:
+    comparison = write_comparison(tmp_path / "c")
+    found = {row["metric"][0]: row for row in Page(report([comparison], tmp_path / "out")).table("Every metric")}
+    assert list(found) == ["pg_loss", "ppo_kl", *(f"weight_share/length_{bin_}" for bin_ in ("p25", "p50", "p75", "p100"))]
+    for name, row in found.items():
+        for mode in ("sample_mean", "prompt_mean", "token_mean", "constant"):
+            values = [line[name] for line in read_lines(comparison / mode / "metrics.jsonl") if line[name] is not None]
+            text, value = row[mode]
+            assert float(value or "nan") == math.fsum(values) / len(values)
+            assert text == f"{float(value or 'nan'):.4g}" + ("1 of 2 steps" if name == "ppo_kl" else "")
+    assert found["pg_loss"]["over what"][0] == "over masked-in tokens, by the mode's weights"
+
+
+def test_the_comparison_of_trained_runs_has_the_means_differences_and_intervals_of_the_seeds(tmp_path: Path) -> None:
+    page = Page(report([write_trained(tmp_path / "c")], tmp_path / "out"))
+    one, other = [row for row in page.table("The comparison") if row["figure"][0].startswith("accuracy at equal steps")]
+    assert float(one["mean"][1] or "nan") == pytest.approx(0.64)
+    assert one["difference"] == ("", None)
+    assert float(other["difference"][1] or "nan") == pytest.approx(0, abs=1e-12)
+    reach = 4.302652729911275 * 0.02 / math.sqrt(3)  # t of 2 degrees of freedom; the differences' standard deviation is 0.02
+    assert f"[{-reach:.4g}, {reach:.4g}]" in other["difference"][0]
+    assert other["sign-flip p"][0] == "1floor 0.25"
+    runs = {row["run"][0]: row for row in page.table("The runs")}
+    assert runs["token_mean (seed-2)"]["response tokens"] == ("5,020", "5020.0")
+    assert [row["comparisons"] for row in page.table("pg_loss of each layout")] == [("60", "60")]
+
+
+def test_the_verdict_says_that_nothing_is_shown_and_never_ranks_by_pg_loss(tmp_path: Path) -> None:
+    text = Page(report([write_trained(tmp_path / "c")], tmp_path / "out")).text
+    assert "No difference in accuracy is shown." in text
+    assert "no difference in accuracy is shown for token_mean (" in text
+    assert "3 seeds, p = 1)" in text
+    assert "the sign-flip p cannot fall below 0.25" in text
+    assert "never by pg_loss" in text
+    assert "The layout changes nothing: pg_loss is the same to the last bit (2 layouts, 60 comparisons)." in text
+
+
+def test_a_difference_that_is_shown_is_said_with_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CORRECT, "token_mean", (80, 83, 90))
+    text = Page(report([write_trained(tmp_path / "c")], tmp_path / "out")).text
+    assert "A difference in accuracy is shown." in text
+    assert re.search(r"accuracy is higher under token_mean \(\+0\.203 \[\+0\.1\d+, \+0\.2\d+\], 3 seeds, p", text)
+
+
+def test_one_seed_is_said_plainly_and_has_no_interval(tmp_path: Path) -> None:
+    page = Page(report([write_trained(tmp_path / "c", seeds=1)], tmp_path / "out"))
+    assert "One seed: no interval and no test, so no difference can be shown; give more seeds." in page.text
+    assert "Student-t" not in page.text
+    cells = [text for row in page.table("The comparison") for text, _ in row.values()]
+    assert not any("[" in text for text in cells)
+
+
+def test_recorded_rollouts_rank_no_mode(tmp_path: Path) -> None:
+    page = Page(report([write_comparison(tmp_path / "c")], tmp_path / "out"))
+    assert "nothing here says which mode learns better" in page.text
+    assert not any(label.startswith("The comparison") for label in page.tables)
+
+
+def test_a_single_run_and_several_directories_have_a_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", samples=False)
+    page = Page(report([run], tmp_path / "one"))
+    assert "What does sample_mean make of the same rollouts" in page.text
+    assert page.table("Every metric")[0]["sample_mean"] == ("0.25", "0.25")
+    many = Page(report([run, write_trained(tmp_path / "c"), write_comparison(tmp_path / "d")], tmp_path / "many"))
+    assert len(many.table("The runs")) == 1 + 6 + 4
+    assert "aggcli plot --html" in many.text
+
+
+def test_only_what_differs_is_in_the_settings_and_more_than_the_mode_is_warned_about(tmp_path: Path) -> None:
+    comparison = write_trained(tmp_path / "c")
+    assert "No setting, version or device differs" in Page(report([comparison], tmp_path / "one")).text
+    for run in comparison.glob("token_mean/*/manifest.json"):
+        run.write_text(run.read_text().replace("0.001", "0.003"))
+    page = Page(report([comparison], tmp_path / "two"))
+    assert [(row["setting"][0], row["value"][0]) for row in page.table("Only what differs")] == [
+        ("lr", "0.001"),
+        ("lr", "0.003"),
+    ]
+    assert "more than the mode differs" in page.text
+
+
+def test_commands_commit_notes_and_skipped_metrics_are_on_the_page(tmp_path: Path) -> None:
+    text = Page(report([write_trained(tmp_path / "c")], tmp_path / "out")).text
+    assert "git checkout c0ffee aggcli compare --seeds 3 --output 'a folder' aggcli plot --html" in text
+    assert "torch: 2.13.0" in text
+    assert "kl_loss: needs ref_log_probs" in text
+    assert "a step's <note> (60 recorded steps)" in text
+    assert "no figure weight_by_length: no samples are recorded" in text
+
+
+# -- one file -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
+    source = report([write_trained(tmp_path / "c"), write_comparison(tmp_path / "d")], tmp_path / "out")
+    assert re.search(r"https?://|//[a-z]|@import|<(iframe|object|embed|base|form)\b", source.replace("// Tables", "")) is None
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", source))
+    page = Page(source)
+    assert not [value for name, value in page.attributes if name in ("src", "srcset", "action")]
+    targets = [value for name, value in page.attributes if name.endswith("href")]
+    assert all(target.startswith(("#", "data:")) for target in targets)
+    ids = {value for name, value in page.attributes if name == "id"}
+    assert {target[1:] for target in targets if target.startswith("#")} <= ids
+    assert "default-src 'none'" in source
+
+
+def test_hostile_names_and_notes_are_text(tmp_path: Path) -> None:
+    attack = "<script>alert(1)<!--&amp;\"'$title"
+    run = write_run(tmp_path / attack, steps=[{"pg_loss": 0.25, "notes": [attack + "\x00]]>"]}], samples=False)
+    other = write_run(tmp_path / "other", samples=False)
+    write_lines(other / "metrics.jsonl", [{"step": 0, "pg_loss": 0.5, "skipped": {attack: attack}}])
+    source = report([run, other], tmp_path / "out")
+    page = Page(source)
+    assert source.count("<script") == 1
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert page.text.count(attack) >= 4
+    assert "\x00" not in source
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
+    comparison = write_trained(tmp_path / "c")
+    assert report([comparison], tmp_path / "one") == report([comparison], tmp_path / "two")
+
+
+def test_it_is_written_beside_the_figures_and_named_in_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    comparison = write_comparison(tmp_path / "c")
+    plot([comparison], html=True)
+    assert capsys.readouterr().out.splitlines()[-1] == str(comparison / "figures" / "report.html")
+    plot([comparison], html=True, json_=True)
+    assert json.loads(capsys.readouterr().out)["report"] == str(comparison / "figures" / "report.html")
+
+
+# -- in a browser -------------------------------------------------------------------------------------------------------
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PROBE = """<!DOCTYPE html><iframe id="page" style="width:{width}px;height:900px;border:0"></iframe><pre id="told"></pre>
+<script>
+const frame = document.getElementById("page");
+frame.onload = () => {{
+  const page = frame.contentDocument;
+  const head = page.querySelector("table.sortable thead th:nth-child({column})");
+  const rows = page.querySelector("table.sortable").tBodies[0].rows;
+  const column = () => [...rows].map((row) => row.cells[{column} - 1].textContent);
+  head.click(); const up = column(); head.click(); const down = column();
+  const whole = page.documentElement;
+  const svg = page.querySelectorAll("figure svg").length;
+  const told = {{scroll: whole.scrollWidth, client: whole.clientWidth, svg, up, down}};
+  document.getElementById("told").textContent = JSON.stringify(told);
+}};
+frame.srcdoc = {source};
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed, so the page is not opened in a browser")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_chromium_shows_it_without_errors_and_without_scrolling_sideways(tmp_path: Path, width: int) -> None:
+    source = report([write_trained(tmp_path / "c"), write_comparison(tmp_path / ("long" * 30))], tmp_path / "out")
+    probe = tmp_path / "probe.html"
+    escaped = json.dumps(source).replace("</", "<\\/")
+    probe.write_text(PROBE.format(width=width, column=5, source=escaped), encoding="utf-8")
+    picture = tmp_path / "page.png"
+    outputs = [
+        subprocess.run(
+            [
+                str(CHROMIUM),
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--enable-logging=stderr",
+                "--virtual-time-budget=5000",
+                f"--user-data-dir={tmp_path / 'profile'}",
+                f"--window-size={width},900",
+                *arguments,
+                probe.as_uri(),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        for arguments in (["--dump-dom"], [f"--screenshot={picture}"])
+    ]
+    assert "CONSOLE" not in "".join(output.stderr for output in outputs)
+    told = json.loads(outputs[0].stdout.split('<pre id="told">')[1].split("</pre>")[0])
+    assert told["scroll"] <= told["client"] == width
+    assert told["svg"] >= 6
+    assert told["up"] == sorted(told["up"], key=lambda text: float(text.replace(",", "") or "inf"))
+    assert [text for text in told["down"] if text] == [text for text in told["up"] if text][::-1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
