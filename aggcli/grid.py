@@ -29,7 +29,7 @@ from aggcli.training.rollout import Sampler, StepSource
 from aggcli.training.rows import layout_in_force
 from aggcli.training.stack import RunSpec
 from aggcli.training.step import rule_weights
-from aggcli.world import ALONE, World
+from aggcli.world import ALONE, World, local_rank
 
 EVALUATION_STEP = 2**31 - 1
 """The step whose prompts and noise evaluate a policy: no training step draws them."""
@@ -56,7 +56,7 @@ def device_of(config: RunConfig) -> torch.device:
     """The device to train on. Raises `SettingError` for one that is not there."""
     name = config.training.device
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -65,6 +65,8 @@ def device_of(config: RunConfig) -> torch.device:
         raise SettingError(f"--device {name}: this machine has no CUDA device that torch can use; choose cpu or auto")
     if device.type not in ("cpu", "cuda"):
         raise SettingError(f"--device {name}: must be cpu, cuda, cuda:<number> or auto")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", local_rank() % torch.cuda.device_count())
     return device
 
 

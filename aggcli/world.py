@@ -156,7 +156,8 @@ def join() -> World:
         return World()
     _end_with_launcher()
     with _exchange():
-        dist.init_process_group("gloo")
+        on_cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     return World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
@@ -169,6 +170,11 @@ def _end_with_launcher() -> None:
 
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def local_rank() -> int:
+    """This rank's number on its own machine: which of its devices it takes."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def leave(world: World) -> None:
