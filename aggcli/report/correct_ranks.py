@@ -43,11 +43,11 @@ def correct_by_rank(frames: Frames, step: int | None = None) -> Figure:
                 axes.title.set_color(look.colour if len(groups) > 1 else "0.15")
         style.title(figure, "Correct samples by rank: what each rank has, and what it comes to")
         left_out = f"; {plural(hidden, 'other run')} not shown" if hidden else ""
-        style.note(
-            figure,
-            f"dot: a rank, larger for more correct samples; line: all ranks together, their sum for counts, else their mean"
-            f" over samples{left_out}",
+        reading = (
+            "dot: a rank, larger for more correct samples; line: all ranks together, their sum for counts, else their mean"
+            f" over samples{left_out}"
         )
+        style.note(figure, folded(reading, int(13 * figure.get_figwidth())))
     return figure
 
 

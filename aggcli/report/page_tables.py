@@ -107,9 +107,9 @@ def metric_table(frames: Frames) -> Markup:
             _mean(part, len(whole)) if len(part) else Number(None, "")
             for part, whole in zip(known, values.values(), strict=True)
         ]
-        body.append([name, metric.unit, f"over {metric.over}", *cells])
+        body.append([name, ", ".join(filter(None, (metric.unit, f"over {metric.over}"))), *cells])
     text = f"Every metric, mean over the recorded steps ({_steps(frames)})"
-    return table(text, ["metric", "unit", "over what", *own], body)
+    return table(text, ["metric", "unit, over what", *own], body)
 
 
 def last_step_table(frames: Frames) -> Markup:

@@ -16,6 +16,7 @@ from aggcli.report import style
 from aggcli.report.base import NothingToDraw, grid, plural
 from aggcli.report.style import Look
 
+_MOST_PANELS = 12
 _ROW, _GAP = 1.0, 0.5
 """Height of a rank's row, and between layouts; in data units."""
 
@@ -42,6 +43,8 @@ def pg_loss_by_rank(frames: Frames, step: int | None = None) -> Figure:
     if not panels:
         raise NothingToDraw("no layout has a pg_loss" + ("" if step is None else f" at step {step}"))
     places = _places([ranks for *_, ranks in panels], [layouts for _, _, layouts, _ in panels])
+    hidden = panels[_MOST_PANELS:]
+    panels = panels[:_MOST_PANELS]
     shown = sorted({at for _, at, _, _ in panels})
     with style.context():
         figure, cells = grid(len(panels), 4.9, min(12.0, 1.1 + 0.19 * places.bottom), columns=2, sharey=True)
@@ -58,7 +61,8 @@ def pg_loss_by_rank(frames: Frames, step: int | None = None) -> Figure:
         style.title(figure, f"pg_loss under {count}, {when}: the shares of the ranks and their sum")
         style.note(
             figure,
-            "bar: a rank's share, from where the previous one ended; marker: the reduced value; line: the first layout's",
+            "bar: a rank's share, from where the previous one ended; marker: the reduced value; line: the first layout's"
+            + (f"; {plural(len(hidden), 'other run')} not shown" if hidden else ""),
         )
     return figure
 

@@ -1,0 +1,141 @@
+"""The figures of a report: their points are the records', gaps stay gaps, and runs can be told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from aggcli.analysis.frames import numbers, read_frames
+from aggcli.analysis.histories import read_histories
+from aggcli.analysis.settings import labelled
+from aggcli.report import style
+from aggcli.report.accuracy import accuracy_by_tokens
+from aggcli.report.base import NothingToDraw
+from aggcli.report.correct_ranks import correct_by_rank
+from aggcli.report.figures import all_figures, modes_over_steps
+from aggcli.report.findings import find
+from aggcli.report.gradients import mode_gradients
+from aggcli.report.layout_deviation import layout_deviation, layout_deviations
+from tests.test_page import write_trained
+from tests.test_plot import layout, write_comparison, write_lines, write_run
+
+
+def dots(axes) -> list[tuple[float, float]]:
+    return [tuple(point) for drawn in axes.collections for point in np.ma.getdata(drawn.get_offsets()).tolist()]
+
+
+def words(figure: Figure) -> str:
+    legends = [text.get_text() for legend in figure.legends for text in (legend.get_title(), *legend.get_texts())]
+    return " ".join([*(text.get_text() for text in figure.texts), *legends])
+
+
+def test_25_runs_of_one_mode_differ_in_colour_or_dash_and_the_legend_is_beside_the_axes(tmp_path: Path) -> None:
+    steps = [{"pg_loss": 1.0}, {"pg_loss": 2.0}]
+    runs = [write_run(tmp_path / f"run-{nth:02d}", steps=steps, samples=False) for nth in range(25)]
+    figure = modes_over_steps(read_frames(runs))
+    lines = figure.axes[0].lines
+    drawn = {str((line.get_color(), line._dash_pattern)) for line in lines}  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(drawn) == len(lines) == 25
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 25
+    assert legend.get_window_extent().y1 < figure.axes[0].get_window_extent().y0
+
+
+def test_long_labels_are_shortened_and_stay_apart() -> None:
+    class Run:
+        def __init__(self, label: str) -> None:
+            self.label, self.mode = label, "constant"
+
+    shown = [look.shown for look in style.looks([Run("x" * 90 + end + "y" * 40) for end in "ab"])]
+    assert len(set(shown)) == 2
+    assert max(map(len, shown)) < 60
+    assert style.looks([Run("constant")])[0].shown == "constant"
+
+
+def test_the_accuracy_of_each_step_stands_at_the_tokens_trained_on_before_it(tmp_path: Path) -> None:
+    runs = labelled(read_histories([write_trained(tmp_path / "c", seeds=1)])[0])
+    axes = accuracy_by_tokens(runs).axes[0]
+    first = dots(axes)[:10]
+    expected = [(500.0 * step, (30 + 2 * step) / 100 if step < 9 else 0.6) for step in range(10)]
+    np.testing.assert_allclose(first, expected, rtol=1e-12)
+    assert axes.get_ylabel() == "accuracy [share of scored rollouts]"
+
+
+def test_a_step_without_accuracy_is_a_gap_and_the_lone_point_beside_it_is_marked(tmp_path: Path) -> None:
+    steps = [
+        {"rollout_step": step, "response_tokens": 10, "correct/count": None if step in (1, 3) else 1, "incorrect/count": 1}
+        for step in range(6)
+    ]
+    runs = labelled(read_histories([write_run(tmp_path / "run", steps=steps, samples=False)])[0])
+    (line,) = accuracy_by_tokens(runs).axes[0].lines
+    np.testing.assert_array_equal(np.isnan(np.asarray(line.get_ydata(), dtype=float)), [False, True, False, True, False, False])
+    assert line.get_markevery() == [0, 2]
+
+
+def test_fitted_curves_have_their_parameters_in_the_legend_and_refusals_a_reason(tmp_path: Path) -> None:
+    found = find(read_frames([write_trained(tmp_path / "c", seeds=1)]))
+    text = words(accuracy_by_tokens(found.trained, found.fitted))
+    assert "sample_mean: mean of 1 run, no curve fitted" in text
+    assert "no curve for 1 run (seed 0: " in text
+
+
+def test_gradient_ratios_and_cosines_are_the_records_and_what_was_not_measured_is_counted(tmp_path: Path) -> None:
+    base = [{"gradient_ratio": 1.0, "gradient_cosine": 1.0}] * 2
+    other = [{"gradient_ratio": 0.25, "gradient_cosine": None}, {"gradient_ratio": 0.75, "gradient_cosine": 0.5}]
+    runs = [write_run(tmp_path / "a", steps=base), write_run(tmp_path / "b", "constant", other)]
+    ratio, cosine = mode_gradients(read_frames(runs)).axes
+    assert dots(ratio) == [(1, 0), (1, 0), (1, 0), (0.25, 1), (0.75, 1), (0.5, 1)]
+    assert dots(cosine)[-1] == (0.5, 1)
+    assert "(1 not measured)" in cosine.get_title(loc="left").replace("\n", " ")
+    assert [text.get_text() for text in ratio.texts] == ["1", "0.5"]
+
+
+def test_layout_deviations_are_relative_to_the_total_weight_and_zeros_are_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=[{"pg_loss": 0.25}] * 2)
+    lines = [layout(step, "sample_mean", name) for step in range(2) for name in ("dp1:first-fit", "dp4:balanced")]
+    lines[3]["pg_loss"] = 0.25 + 1e-10
+    write_lines(run / "layouts.jsonl", lines)
+    frames = read_frames([run])
+    assert numbers(layout_deviations(frames), "deviation").tolist() == pytest.approx([0, 1e-10], rel=1e-5)
+    figure = layout_deviation(frames)
+    ((x, _),) = dots(figure.axes[0])
+    assert x == pytest.approx(1e-10, rel=1e-5)
+    assert figure.axes[0].get_xscale() == "log"
+    assert "1 of 2 differences are exactly 0 and have none" in words(figure)
+    assert "1 of 2\nequal" in [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_a_layout_without_a_loss_is_counted_and_equal_layouts_are_said_instead_of_drawn(tmp_path: Path) -> None:
+    with pytest.raises(NothingToDraw, match="the same to the last bit in all 8 comparisons of layouts"):
+        layout_deviation(read_frames([write_comparison(tmp_path / "c")]))
+    run = write_run(tmp_path / "run")
+    lines = [
+        {**layout(0, "sample_mean", name), "pg_loss": loss} for name, loss in (("dp1:first-fit", 1.0), ("dp4:balanced", None))
+    ]
+    write_lines(run / "layouts.jsonl", lines)
+    assert numbers(layout_deviations(read_frames([run])), "deviation").tolist() == [np.inf]
+
+
+def test_the_ranks_correct_samples_are_the_records_and_a_rank_without_any_is_blank(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    one = layout(0, "sample_mean", "dp4:balanced")
+    counts, lengths = [2, 1, 0, 0], [4.0, 7.0, None, None]
+    for rank, count, length in zip(one["ranks"], counts, lengths, strict=True):
+        rank.update({"correct/count": count, "correct/response_length": length})
+    write_lines(run / "layouts.jsonl", [{**one, "correct/count": 3, "correct/response_length": 5.0}])
+    figure = correct_by_rank(read_frames([run]))
+    count, length = figure.axes
+    assert [x for x, _ in dots(count) if x] == [2, 1]
+    assert [x for x, _ in dots(length) if x] == [4, 7]
+    assert [text.get_text() for text in length.texts] == ["2 ranks blank"]
+    assert length.get_xlabel() == "correct/response_length [tokens]"
+    assert "over correct samples" in length.get_title(loc="left")
+
+
+def test_every_figure_of_trained_runs_is_made_and_none_is_of_pg_loss_alone(tmp_path: Path) -> None:
+    figures, _ = all_figures(read_frames([write_trained(tmp_path / "c")]))
+    assert list(figures) == ["pg_loss_by_rank", "accuracy_by_tokens", "learning_curves"]
