@@ -172,8 +172,8 @@ class TrainingConfig:
 
     task: str = "running-sum"
     """Task to train on when no rollouts are given: running-sum, or control (length is free of correctness)."""
-    task_digits: int = 6
-    """Digits of a prompt."""
+    task_digits: int | None = None
+    """Digits of a prompt of running-sum; default 6."""
     train: bool = False
     """Take optimizer steps of the small policy on the recorded rollouts, each file one step."""
     supervised_steps: int = 0
@@ -320,6 +320,7 @@ def _check(config: RunConfig, asked: Mapping[str, object]) -> None:
     if config.source.length_unit is not None and config.source.tokenizer is not None:
         raise SettingError("--length-unit and --tokenizer are two ways to count lengths; give one")
     reward_weights(config.source.reward_weights)
+    _need("seed", config.seed, config.seed >= 0, "at least 0")
     _need("correct_threshold", config.correct_threshold, math.isfinite(config.correct_threshold), "a finite number")
     for name in ("synthetic_steps", "synthetic_prompts", "synthetic_max_length"):
         value = getattr(synthetic, name)
@@ -345,10 +346,12 @@ def _may_be_a_rule(name: str) -> bool:
 
 
 def _check_training(training: TrainingConfig, rollouts: tuple[str, ...]) -> None:
+    if training.train and training.seeds not in (None, 1):
+        raise SettingError(f"--seeds {training.seeds}: recorded rollouts are the same for every seed; leave it out")
     if training.train and not rollouts:
         raise SettingError("--train trains on recorded rollouts: give --rollouts PATH, or leave --train out to train on --task")
-    whole = ("task_digits", "steps", "rollout_batch_size", "n_samples_per_prompt", "num_iterations", "checkpoint_every")
-    for name in (*whole, "dynamic_sampling_rounds", "layers", "width", "heads", "seeds"):
+    whole = ("steps", "rollout_batch_size", "n_samples_per_prompt", "num_iterations", "checkpoint_every")
+    for name in (*whole, "task_digits", "dynamic_sampling_rounds", "layers", "width", "heads", "seeds"):
         value = getattr(training, name)
         _need(name, value, value is None or value >= 1, "at least 1")
     for name in ("temperature", "lr", "adam_eps"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aggcli.config import RunConfig
+from aggcli.config import RunConfig, TrainingConfig
 from aggcli.errors import SettingError
 from aggcli.layout.schedule import Layout
 from aggcli.layout.steps import layouts_of
@@ -70,17 +70,23 @@ def device_of(config: RunConfig) -> torch.device:
     return device
 
 
+def task_of(training: TrainingConfig) -> Task:
+    """The task that the settings name. Raises `SettingError` for one that does not exist or lacks a setting."""
+    return make_task(training.task, **({} if training.task_digits is None else {"digits": training.task_digits}))
+
+
 def set_up(config: RunConfig) -> Setup:
     """Task, policy shape and warm start, on the device. Raises `SettingError`."""
     training = config.training
     if config.source.rollouts:
         return _set_up_recorded(config)
     device = device_of(config)
-    task = make_task(training.task, digits=training.task_digits)
+    task = task_of(training)
     limit = config.max_response_length or task.default_max_response_length
     policy = dataclasses.replace(
         default_policy(task, limit), layers=training.layers, width=training.width, heads=training.heads
     )
+    _need_room(training.overlong_buffer, limit)
     initial = _initial(task, policy, training.warm_start)
     return Setup(config, task, policy, _placed(initial, config, device), limit, device)
 
@@ -106,6 +112,13 @@ def _set_up_recorded(config: RunConfig) -> Setup:
 def _placed(initial: Parameters, config: RunConfig, device: torch.device) -> Parameters:
     dtype = DTYPES[config.dtype or "float32"]
     return {name: value.detach().to(device, dtype) for name, value in initial.items()}
+
+
+def _need_room(buffer: int, limit: int) -> None:
+    if buffer >= limit:
+        raise SettingError(
+            f"--overlong-buffer {buffer}: must be below the response limit of {limit} tokens, or every response is penalised"
+        )
 
 
 def _initial(task: Task, policy: PolicyConfig, path: str | None) -> Parameters:

@@ -81,7 +81,7 @@ def audit(
     """
     settings = resolve({**given, **({"rollouts": (path,)} if path else {})}, config)
     check_divisor_and_limit(divisor, fail_on_variance)
-    frozen = _frozen(settings)
+    frozen = _frozen(settings, comma_list(rules or ()))
     longest = max(float(max(int(batch.step.response_length_S.max()), 1)) for batch in frozen)
     wanted = _rules(comma_list(rules or ()), bool(reducer), normalizer, divisor or longest, settings)
     custom, findings = _reducers(reducer or (), reducer_signature, reducer_ranks, divisor)
@@ -113,10 +113,16 @@ def check_divisor_and_limit(divisor: float | None, limit: float | None) -> None:
 # -- what is audited ------------------------------------------------------------------------------------------------
 
 
-def _frozen(settings: RunConfig) -> list[FrozenBatch]:
+def _needs_groups(rule: str) -> bool:
+    from aggcli.objective.presets.registry import find_rule
+
+    return find_rule(rule).preset.needs_groups
+
+
+def _frozen(settings: RunConfig, names: Sequence[str]) -> list[FrozenBatch]:
     """Every optimizer step of the source, or the built-in batch."""
     from aggcli.audit import built_in_batch, freeze
-    from aggcli.layout.steps import optimizer_steps
+    from aggcli.layout.steps import need_whole_groups, optimizer_steps
     from aggcli.rollouts.sources import open_source
 
     if not settings.source.rollouts:
@@ -126,6 +132,8 @@ def _frozen(settings: RunConfig) -> list[FrozenBatch]:
         for note in batch.notes:
             say(f"{batch.name}: {note}")
         parts = optimizer_steps(batch, settings.layout.global_batch_size)
+        if bool((batch.group_S >= 0).all()) and any(_needs_groups(name) for name in names or MODES):
+            need_whole_groups(batch, parts)
         found += [freeze(batch, settings.objective, part) for part in parts]
     return found
 

@@ -17,6 +17,7 @@ from aggcli.cli.options import (
     SamplesOption,
     resolve,
     say_ignored,
+    with_recorded,
     with_settings,
 )
 from aggcli.cli.replaying import Request, print_dry_run, refuse_resume, replay_command
@@ -74,7 +75,7 @@ def compare(
             fit=fit,
             axis=axis,
         )
-    settings = resolve(given, config)
+    settings = resolve(with_recorded(given, output) if resume else given, config)
     modes = settings.modes or MODES
     trains = settings.training.train or not settings.source.rollouts
     say_ignored(given, trains=trains, replays=bool(settings.source.rollouts))

@@ -45,6 +45,8 @@ def _target(to: str | None, out: Path) -> tuple[Target, bool]:
     """The target, and whether OUT is one file: whether it ends in the extension of a format."""
     from aggcli.rollouts.writers import TARGETS
 
+    if out.suffix and out.suffix not in {target.extension for target in TARGETS.values()} and not (to or out.is_dir()):
+        raise SettingError(f"{out}: '{out.suffix}' is not written; end in .jsonl, .parquet or .pt, or name a folder")
     by_extension = {target.extension: name for name, target in TARGETS.items()}
     wanted = to or by_extension.get(out.suffix, "jsonl")
     if wanted not in TARGETS:

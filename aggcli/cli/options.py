@@ -108,6 +108,16 @@ def _with_rule_names(asked: dict[str, object]) -> dict[str, object]:
     return asked
 
 
+def with_recorded(given: Mapping[str, Any], output: Path | None) -> dict[str, Any]:
+    """What was given, over the settings of the run in `output` that is to be resumed; a run that left none yet adds none."""
+    from aggcli.records import MANIFEST, read_manifest
+
+    if output is None or not (output / MANIFEST).is_file():
+        return dict(given)
+    recorded = {name: value for name, value in read_manifest(output).get("settings", {}).items() if value is not None}
+    return {**recorded, **given}
+
+
 def say_ignored(given: Mapping[str, object], *, trains: bool, replays: bool) -> None:
     """A note for every setting that was given and that this invocation has no use for."""
     synthetic = _names(config.SyntheticConfig)

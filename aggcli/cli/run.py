@@ -14,6 +14,7 @@ from aggcli.cli.options import (
     SamplesOption,
     resolve,
     say_ignored,
+    with_recorded,
     with_settings,
 )
 from aggcli.cli.replaying import Request, need_divisor, print_dry_run, refuse_resume, replay_command
@@ -36,7 +37,7 @@ def run(
 
     The default mode is sample_mean; the mode in force is printed and recorded. In a replay each file is one step.
     """
-    settings = resolve(given, config)
+    settings = resolve(with_recorded(given, output) if resume else given, config)
     mode = settings.objective.loss_aggregation
     request = Request("run", settings, (mode,), False, output, overwrite, json, samples)
     if mode == "constant" and settings.objective.loss_aggregation_divisor is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,6 +47,8 @@ def training_command(request: TrainingRequest) -> int:
     layout = request.config.layout
     if not worlds.was_started_by_torchrun():
         if layout.dp * layout.cp > 1:
+            if layout.dp * layout.cp > 2 * (os.cpu_count() or 1):
+                say(f"starting {layout.dp * layout.cp} ranks on {os.cpu_count()} cores, which takes a while")
             worlds.start_ranks(layout.dp * layout.cp, invocation())
             return ExitCode.DONE
         return _train(request, worlds.ALONE)
@@ -65,7 +68,6 @@ def _refuse(request: TrainingRequest) -> None:
     """Refuse settings that training cannot use, before anything is started."""
     from aggcli import grid
     from aggcli.layout.steps import layouts_of
-    from aggcli.tasks import make_task
 
     config, objective, training = request.config, request.config.objective, request.config.training
     if objective.custom_pg_loss_reducer_function_path:
@@ -79,7 +81,7 @@ def _refuse(request: TrainingRequest) -> None:
         raise SettingError("--advantages recorded: sampled rollouts have none recorded; choose grpo or mean_only")
     grid.device_of(config)
     if not config.source.rollouts:
-        make_task(training.task, digits=training.task_digits)
+        grid.task_of(training)
     part, group = config.layout.global_batch_size, training.n_samples_per_prompt
     if part is None or config.source.rollouts or "prompt_mean" not in request.modes:
         return
@@ -106,6 +108,9 @@ def _train(request: TrainingRequest, world: World) -> int:
     trainer = grid.trainer_of(setup, runs, world)
     if checkpoint is not None:
         trainer.restore(checkpoint)
+        if trainer.step > request.config.training.steps:
+            steps = request.config.training.steps
+            raise RecordError(f"--steps {steps}: the run in {directory} has done {trainer.step} already")
     if world.is_root:
         _say_before(request, setup, runs, directory, resumed_at=trainer.step if request.resume else None)
     with _records(request, setup, runs, directory, world, trainer.step) as writers:
@@ -143,7 +148,8 @@ def _loop(trainer: Trainer, writers: dict[str, RunWriter], directory: Path, requ
                     for report in reports:
                         _write(writers[report.run.name], number, done.step, report)
                         status.deviation = max(status.deviation, deviation(report))
-                        status.silent_steps += report.values.get("zero_variance_groups") == report.values.get("groups")
+                        groups, flat = report.values.get("groups"), report.values.get("zero_variance_groups")
+                        status.silent_steps += bool(groups) and flat == groups and report.values.get("pg_loss") == 0
                 _note_diverged(done.diverged, status, writers)
                 show(done)
             stopping = any(world.everyone(bool(stop)))
@@ -395,8 +401,6 @@ def _steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
 
 def _draw(directory: Path) -> None:
     """The learning curves of a comparison, beside its records."""
-    import os
-
     os.environ["MPLBACKEND"] = "agg"
     from aggcli.analysis.frames import read_frames
     from aggcli.report.curves import learning_curves

@@ -23,5 +23,6 @@ def make_task(name: str, **settings: object) -> Task:
     known = inspect.signature(TASKS[name]).parameters
     for setting in settings:
         if setting not in known:
-            raise SettingError(f"task {name} has no setting '{setting}'{nearest(setting, known)}")
+            what = nearest(setting, known) if known else "; it has none"
+            raise SettingError(f"task {name} has no setting '{setting}'{what}")
     return TASKS[name](**settings)
