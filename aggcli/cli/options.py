@@ -115,6 +115,8 @@ def with_recorded(given: Mapping[str, Any], output: Path | None) -> dict[str, An
     if output is None or not (output / MANIFEST).is_file():
         return dict(given)
     recorded = {name: value for name, value in read_manifest(output).get("settings", {}).items() if value is not None}
+    if "loss_aggregation" in given:
+        recorded.pop("calculate_per_token_loss", None)  # it follows from the mode
     return {**recorded, **given}
 
 

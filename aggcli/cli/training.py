@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,8 +148,7 @@ def _loop(trainer: Trainer, writers: dict[str, RunWriter], directory: Path, requ
                     for report in reports:
                         _write(writers[report.run.name], number, done.step, report)
                         status.deviation = max(status.deviation, deviation(report))
-                        groups, flat = report.values.get("groups"), report.values.get("zero_variance_groups")
-                        status.silent_steps += bool(groups) and flat == groups and report.values.get("pg_loss") == 0
+                        status.silent_steps += _is_silent(report.values)
                 _note_diverged(done.diverged, status, writers)
                 show(done)
             stopping = any(world.everyone(bool(stop)))
@@ -161,6 +160,14 @@ def _loop(trainer: Trainer, writers: dict[str, RunWriter], directory: Path, requ
                     say(f"stopped after {trainer.step} steps; go on with --resume --output {directory}")
                 break
     return status
+
+
+def _is_silent(values: Mapping[str, float | None]) -> bool:
+    """No group of unequal rewards to learn from: none was left, or every advantage is 0."""
+    if not values.get("tokens"):
+        return True
+    groups = values.get("groups")
+    return bool(groups) and values.get("zero_variance_groups") == groups and values.get("pg_loss") == 0
 
 
 def _save(trainer: Trainer, directory: Path, world: World) -> None:
