@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+import orjson
+
 import aggcli
 from aggcli.errors import RecordError, some
 
@@ -221,7 +223,10 @@ def update_manifest(directory: Path, **facts: Any) -> None:
 
 
 def _append(file: TextIO, line: Mapping[str, Any]) -> None:
-    file.write(to_json(line) + "\n")
+    try:
+        file.write(orjson.dumps(line).decode() + "\n")  # strict, and NaN becomes null
+    except (TypeError, ValueError):  # a text that is not Unicode, or an integer beyond 64 bits
+        file.write(to_json(line) + "\n")
     file.flush()
 
 

@@ -66,7 +66,7 @@ def test_the_flag_and_the_default_leave_byte_identical_metrics(capsys, fx_b_file
     aggcli(capsys, "run", "--rollouts", fx_b_file, "--loss-aggregation", "sample_mean", "--output", tmp_path / "b")
     first, second = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in "ab")
     assert first == second
-    assert b'"mode": "sample_mean"' in first
+    assert b'"mode":"sample_mean"' in first
 
 
 def test_the_mode_in_force_is_printed_and_recorded_even_when_it_is_the_default(capsys, fx_b_file: Path, tmp_path: Path) -> None:

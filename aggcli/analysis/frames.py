@@ -62,9 +62,10 @@ class Frames:
             raise RecordError(f"--step {step}: is not recorded; {recorded}")
 
 
-def read_frames(directories: Sequence[Path]) -> Frames:
+def read_frames(directories: Sequence[Path], *, only_metrics: bool = False) -> Frames:
     """The frames of all runs in these results directories (runs, or comparisons of several), in their order.
 
+    `only_metrics` leaves layouts, ranks and samples empty, which are most of what is on disk.
     A directory that is given twice counts once; a run without a recorded step is left out, with a note. Raises
     `RecordError` for a folder that is no results directory, a record that cannot be read, or when no step is recorded at all.
     """
@@ -73,13 +74,14 @@ def read_frames(directories: Sequence[Path]) -> Frames:
     runs = tuple(run for run in found if metrics[run.label])
     if not runs:
         raise RecordError(f"{', '.join(map(str, directories))}: no steps are recorded")
-    layouts = [row for run in runs if (run.directory / LAYOUTS).exists() for row in _lines(run, LAYOUTS)]
+    detailed = () if only_metrics else runs
+    layouts = [row for run in detailed if (run.directory / LAYOUTS).exists() for row in _lines(run, LAYOUTS)]
     return Frames(
         runs=runs,
         metrics=_frame([row for run in runs for row in metrics[run.label]]),
         layouts=_frame([{key: value for key, value in row.items() if key != "ranks"} for row in layouts], "layout"),
         ranks=_frame([rank for row in layouts for rank in _ranks_of(row)], "layout", "rank", "idle"),
-        samples=_samples(runs),
+        samples=_samples(detailed),
         notes=tuple(f"{run.directory}: no steps are recorded; left out" for run in found if run not in runs),
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 RESAMPLES = 2**14
@@ -53,6 +53,11 @@ class PairedTest:
     sign_flip: SignFlip | None
 
 
+def student_t(freedom: float) -> float:
+    """How many standard errors a two-sided 95 % Student-t interval reaches with these degrees of freedom."""
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+
+
 def interval(values: Sequence[float]) -> Interval:
     """The mean of `values` (one a seed) and its Student-t interval, standard deviation with n-1.
 
@@ -65,7 +70,7 @@ def interval(values: Sequence[float]) -> Interval:
     if n == 1:
         return Interval(mean, None, None, 1)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * spread
+    reach = student_t(n - 1) * spread
     return Interval(mean, mean - reach, mean + reach, n)
 
 
@@ -87,6 +92,8 @@ def interquartile_mean(values: Sequence[float]) -> float | None:
     Whole values are cut, floor(n/4) from each end, so 5 seeds keep 3 and 7 keep 5: `scipy.stats.trim_mean(values, 0.25)`, the
     definition of rliable (Agarwal et al., 2021, arXiv:2108.13264), and not the one that weighs the edge values by fractions.
     """
+    from scipy import stats  # a second to import, and only some callers come here
+
     return float(stats.trim_mean(np.asarray(values, dtype=np.float64), 0.25)) if len(values) >= 4 else None
 
 
@@ -110,6 +117,8 @@ def sign_flip(differences: Sequence[float]) -> SignFlip | None:
         signs = np.random.default_rng(0).integers(0, 2, (RESAMPLES, n), dtype=np.int8) * 2.0 - 1
         further = int((np.abs(signs @ values) >= abs(values.sum()) * (1 - _ROUNDING)).sum())
         return SignFlip((further + 1) / (RESAMPLES + 1), 1 / (RESAMPLES + 1), exact=False)
+    from scipy import stats
+
     found = stats.permutation_test((values,), np.mean, permutation_type="samples", vectorized=True, n_resamples=RESAMPLES)
     return SignFlip(float(found.pvalue), 2 / 2**n, exact=True)
 
@@ -131,6 +140,8 @@ def paired_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> P
         if any(differences):
             found = Interval(found.mean, None, None, found.n)
         return PairedTest(found, flipped.p, flipped)
+    from scipy import stats
+
     _, p = stats.ttest_1samp(differences, 0.0)
     return PairedTest(found, float(p), flipped)  # pyright: ignore[reportArgumentType]: the stubs know no pair of numbers
 

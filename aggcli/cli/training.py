@@ -417,7 +417,7 @@ def _draw(directory: Path) -> None:
     folder.mkdir(exist_ok=True)
     try:
         with context():
-            save(learning_curves(read_frames([directory])), folder / "learning_curves.png")
+            save(learning_curves(read_frames([directory], only_metrics=True)), folder / "learning_curves.png")
     except RecordError as error:
         say(str(error))
     else:

@@ -9,9 +9,11 @@ idle.
 from __future__ import annotations
 
 import heapq
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from aggcli.errors import SettingError, nearest
 
@@ -257,17 +259,34 @@ def karmarkar_karp(lengths: Sequence[int], parts: int) -> list[list[int]]:
     Repeatedly merges the two partial solutions with the largest spread, putting the heaviest part of one with the lightest
     of the other. Each list is in rising order; the lists come heaviest first. Parts may be empty.
     """
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for sample, length in enumerate(lengths):
-        solution = [(length, [sample])] + [(0, [])] * (parts - 1)
-        heap.append((-length if parts > 1 else 0, sample, solution))
+    if parts == 1:
+        return [list(range(len(lengths)))]
+    # A part is (total, members); members are nested pairs, flattened once at the end.
+    heap: list[tuple[int, int, list[tuple[int, Any]]]] = [
+        (-length, sample, [(length, sample), *[(0, None)] * (parts - 1)]) for sample, length in enumerate(lengths)
+    ]
     heapq.heapify(heap)
     made = len(heap)
     while len(heap) > 1:
-        _, _, first = heapq.heappop(heap)
-        _, _, second = heapq.heappop(heap)
-        merged = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], made, merged))
+        first = heapq.heappop(heap)[2]
+        second = heap[0][2]
+        merged = [(a + b, (left, right)) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
+        merged.sort(key=_total, reverse=True)
+        heapq.heapreplace(heap, (merged[-1][0] - merged[0][0], made, merged))
         made += 1
-    return [sorted(part) for _, part in heap[0][2]] if heap else [[] for _ in range(parts)]
+    return [sorted(_flat(members)) for _, members in heap[0][2]] if heap else [[] for _ in range(parts)]
+
+
+_total = operator.itemgetter(0)
+
+
+def _flat(members: Any) -> list[int]:
+    """The sample positions in nested pairs; None holds nothing."""
+    found, waiting = [], [members]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, tuple):
+            waiting += item
+        elif item is not None:
+            found.append(item)
+    return found

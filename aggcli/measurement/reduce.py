@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,19 +59,31 @@ def rank_values(part: Partials, rule: str, *, empty: bool = False) -> Values:
 
 def _values(part: Partials, rule: str, *, weighted: bool) -> Values:
     values: Values = {}
-    for name, metric in METRICS.items():
-        if metric.reduction == "weighted" and (name, rule) in part.sums:
-            values[name] = part.sums[(name, rule)] if weighted else None
-        elif metric.reduction == "norm" and ("gradient", rule, rule) in part.sums:
-            values[name] = math.sqrt(max(part.sums[("gradient", rule, rule)], 0.0)) if weighted else None
-        elif metric.reduction == "count" and (name,) in part.sums:
-            values[name] = _whole(part.sums[(name,)])
-        elif metric.reduction == "mean" and (name, "sum") in part.sums:
-            values[name] = _mean(part.sums[(name, "sum")], part.sums[(name, "count")])
-        elif metric.reduction == "max" and (name,) in part.maxima:
-            value = part.maxima[(name,)]
+    for name, reduction, key, count in _numbers_in(tuple(part.sums), tuple(part.maxima), rule):
+        if reduction == "mean":
+            values[name] = _mean(part.sums[key], part.sums[count])
+        elif reduction == "count":
+            values[name] = _whole(part.sums[key])
+        elif reduction == "max":
+            value = part.maxima[key]
             values[name] = value if math.isfinite(value) else None
-    return checked(values)
+        elif not weighted:
+            values[name] = None
+        else:
+            values[name] = part.sums[key] + 0.0 if reduction == "weighted" else math.sqrt(max(part.sums[key], 0.0))
+    return values
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers_in(sums: tuple[Key, ...], maxima: tuple[Key, ...], rule: str) -> list[tuple[str, str, Key, Key]]:
+    """Which numbers of the catalogue these sums and maxima give: (name, reduction, key, key of the count)."""
+    found: list[tuple[str, str, Key, Key]] = []
+    for name, metric in METRICS.items():
+        kind = metric.reduction
+        key: Key = {"weighted": (name, rule), "norm": ("gradient", rule, rule), "mean": (name, "sum")}.get(kind, (name,))
+        if key in (maxima if kind == "max" else sums) and kind != "global":
+            found.append((name, kind, key, (name, "count")))
+    return found
 
 
 def _mean(total: float, count: float) -> float | None:

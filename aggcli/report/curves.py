@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from scipy import stats
+from scipy.special import stdtrit
 
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.analysis.statistics import CONFIDENCE
@@ -72,5 +72,5 @@ def _draw(axes: Axes, metrics: pd.DataFrame, name: str, mode: str, width: float)
     alone = lone(mean.to_numpy(dtype="float64"))
     axes.plot(table.index[alone], mean.iloc[alone], ".", color=colour, markersize=6)
     enough = count > 1
-    reach = stats.t.ppf((1 + CONFIDENCE) / 2, np.maximum(count - 1, 1)) * table.std(axis=1) / np.sqrt(np.maximum(count, 1))
+    reach = stdtrit(np.maximum(count - 1, 1), (1 + CONFIDENCE) / 2) * table.std(axis=1) / np.sqrt(np.maximum(count, 1))
     axes.fill_between(table.index, mean - reach, mean + reach, where=enough.to_numpy(), color=colour, alpha=0.15, linewidth=0)
