@@ -67,7 +67,7 @@ class Search:
 
 def sigmoid(compute: ArrayLike, start: float, asymptote: float, exponent: float, midpoint: float) -> Floats:
     """R_C = R_0 + (A - R_0) / (1 + (C_mid / C)^B), and R_0 at C = 0."""
-    return start + (asymptote - start) * _share(_log(compute), math.log(midpoint), exponent)
+    return start + (asymptote - start) * _share(_log(compute), math.log(max(midpoint, _TINY)), exponent)
 
 
 def adapted_grid(C: Floats, R: Floats, asymptotes: int = 31, midpoints: int = 40) -> Grid:
