@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aggcli.cli.main import main
 from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RecordedStep, RolloutBatch
@@ -294,3 +296,14 @@ def test_openrlhf_without_scores_takes_rewards_and_a_uid_wins_over_the_prompt(tm
     assert fields_of(batch)["advantages_T"] == [0.5] * 3 + [-1.0] * 3
     with refused(r".*, sample 0 \(line 1\): action_log_probs has 2 values but the sequence 4 tokens: .*"):
         read(lines(tmp_path / "o.jsonl", openrlhf(action_log_probs=[-1.0, -2.0])))
+
+
+def test_a_prime_rl_export_is_audited_under_the_layout_it_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = exported(tmp_path)
+    assert main(["audit", str(place), "--rules", "token_mean,trl:bnpo", "--no-search", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["layouts"][0] == "recorded"
+    rules = told["steps"][0]["rules"]
+    # every token: ratio exp(-0.25) below 1 - 0.2 and advantage 0.5, so the loss is the free one, -exp(-0.25) / 2
+    assert rules["token_mean"]["pg_loss"] == pytest.approx(-math.exp(-0.25) / 2, abs=1e-12)
+    assert rules["token_mean"]["verdict"] == "invariant"

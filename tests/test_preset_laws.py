@@ -16,7 +16,7 @@ from aggcli.objective.aggregation import step_denominators, token_weights
 from aggcli.objective.presets.registry import PRESETS, find_rule
 from aggcli.objective.presets.weights import can_run, preset_weights, scoped_weights
 from tests.closed_form import token_numbers
-from tests.fixtures import Sample, fx_b, fx_d, random_fanout
+from tests.fixtures import Sample, fx_a, fx_b, fx_d, fx_e, fx_f, random_fanout
 from tests.framework_loops import LOOPS, rows_of, step_loss
 
 # -- a second route --------------------------------------------------------------------------------------------------
@@ -39,7 +39,20 @@ def _random_batch() -> list[Sample]:
     return samples
 
 
-BATCHES = {"FX-B": fx_b(), "FX-D": _with_grpo_advantages(fx_d())[:8], "random": _random_batch()}
+def _on_policy(samples: list[Sample]) -> list[Sample]:
+    """FX-E has rewards and lengths only: advantages from its rewards, and every log-probability the same."""
+    streams = ("log_probs", "old_log_probs", "ref_log_probs")
+    return [s | dict.fromkeys(streams, [-1.0] * s["response_length"]) for s in _with_grpo_advantages(samples)]
+
+
+BATCHES = {
+    "FX-A": fx_a(),
+    "FX-B": fx_b(),
+    "FX-D": _with_grpo_advantages(fx_d())[:8],
+    "FX-E": _on_policy(fx_e()),
+    "FX-F twice": [*fx_f(), *fx_f()],
+    "random": _random_batch(),
+}
 
 
 @pytest.mark.parametrize("batch", BATCHES)
