@@ -17,7 +17,7 @@ def ids(text: str, length: int) -> list[int]:
 
 def test_ids_are_those_of_the_recorded_dumps_of_this_task():
     task = make_task("running-sum")
-    recorded = [6, 1, 6, 5, 1, 7, 10, 6, 7, 3, 8, 9, 6, 12]  # sample 0 of shared/dumps/slime_rollout/0.pt
+    recorded = [6, 1, 6, 5, 1, 7, 10, 6, 7, 3, 8, 9, 6, 12]  # sample 0 of tests/data/slime_rollout/0.pt
     assert task.text(torch.tensor(recorded)) == "616517=673896$"
     assert (FILLER, END, PAD) == (11, 12, 13)
 
