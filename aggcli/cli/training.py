@@ -411,13 +411,12 @@ def _draw(directory: Path) -> None:
     os.environ["MPLBACKEND"] = "agg"
     from aggcli.analysis.frames import read_frames
     from aggcli.report.curves import learning_curves
-    from aggcli.report.style import context, save
+    from aggcli.report.style import save
 
     folder = directory / "figures"
     folder.mkdir(exist_ok=True)
     try:
-        with context():
-            save(learning_curves(read_frames([directory], only_metrics=True)), folder / "learning_curves.png")
+        save(learning_curves(read_frames([directory], only_metrics=True)), folder / "learning_curves.png")
     except RecordError as error:
         say(str(error))
     else:

@@ -56,8 +56,13 @@ def group_statistics(rollouts: Rollouts) -> Groups:
     std_P = torch.where(count_P > 1, (squares_P / (count_P - 1).clamp(min=1)).sqrt(), 0.0)
     low_P = zero_P.scatter_reduce(0, group_G, reward_G, "amin", include_self=False)
     high_P = zero_P.scatter_reduce(0, group_G, reward_G, "amax", include_self=False)
-    flat_P = high_P - low_P <= _EQUAL * torch.maximum(low_P.abs(), high_P.abs())
+    flat_P = are_equal(low_P, high_P)
     return Groups(count_P.long(), mean_P, std_P, flat_P)
+
+
+def are_equal(low: Tensor, high: Tensor) -> Tensor:
+    """Whether the lowest and the highest reward of a group are one reward up to rounding."""
+    return high - low <= _EQUAL * torch.maximum(low.abs(), high.abs())
 
 
 def group_advantages(reward_S: Tensor, rollout_S: Tensor, group_S: Tensor, *, divide_by_std: bool) -> Tensor:

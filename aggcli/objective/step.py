@@ -84,7 +84,7 @@ def step_inputs(
         raise RolloutError(f"{step.name}: --entropy-coef {objective.entropy_coef:g} needs entropy, which the file lacks")
     tokens, has_ratio = _streams(step)
     rules = (*modes, CUSTOM) if reducer is not None else modes
-    metric_rule = {rule: _metric_rule(rule, objective) for rule in rules}
+    metric_rule = {rule: metric_rule_of(rule, objective) for rule in rules}
     if has_ratio:
         _check_ratio(step, tokens, dtype)
     needed = dict.fromkeys((*rules, *metric_rule.values()))
@@ -168,7 +168,7 @@ def _check_ratio(step: RolloutBatch, tokens: dict[str, Tensor], dtype: torch.dty
         )
 
 
-def _metric_rule(rule: str, objective: ObjectiveConfig) -> str:
+def metric_rule_of(rule: str, objective: ObjectiveConfig) -> str:
     """pg_clipfrac, KL and entropy keep the sample mean so that they compare across modes; token_mean is per token
     everywhere; `matched` makes them follow the loss."""
     if objective.metric_aggregation == "matched" or rule == "token_mean":

@@ -14,16 +14,13 @@ import torch
 from torch import Tensor
 
 from aggcli.config import RunConfig
-from aggcli.objective.advantages import group_advantages
+from aggcli.objective.advantages import are_equal, group_advantages
 from aggcli.policy.sampling import Sampled, sample, uniforms
 from aggcli.policy.transformer import Parameters, PolicyConfig
 from aggcli.rollouts.batch import Labels, RolloutBatch
 from aggcli.tasks import Task
 from aggcli.training.stack import RunSpec
 from aggcli.world import World
-
-_EQUAL = 1e-9
-"""Rewards of a group closer than this are equal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +92,7 @@ class Sampler:
         reward_RGN = reward_RB.view(reward_RB.shape[0], -1, self.config.training.n_samples_per_prompt)
         if not self.config.training.dynamic_sampling:
             return torch.ones(reward_RGN.shape[:2], dtype=torch.bool)
-        return (reward_RGN.amax(-1) - reward_RGN.amin(-1)) > _EQUAL
+        return ~are_equal(reward_RGN.amin(-1), reward_RGN.amax(-1))
 
     def _round(self, runs: Sequence[RunSpec], parameters: Parameters, step: int, number: int) -> _Round:
         training = self.config.training

@@ -16,7 +16,7 @@ from aggcli.config import MODES, ObjectiveConfig
 from aggcli.layout.schedule import Layout, schedule_step
 from aggcli.objective.aggregation import aggregate, sample_weights, spread, step_denominators
 from aggcli.objective.policy_loss import kl_terms, policy_terms
-from aggcli.objective.step import weights_elsewhere
+from aggcli.objective.step import metric_rule_of, weights_elsewhere
 from aggcli.policy.transformer import Parameters
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.stack import RunSpec
@@ -53,7 +53,7 @@ class Gradient:
 
 def metric_mode(run: RunSpec) -> str:
     """Whose weights the metrics (and the KL and entropy terms) of a run use."""
-    return run.mode if run.objective.metric_aggregation == "matched" or run.mode == "token_mean" else "sample_mean"
+    return metric_rule_of(run.mode, run.objective)
 
 
 def step_tokens(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout, dtype: torch.dtype) -> StepTokens:
