@@ -150,9 +150,10 @@ def test_the_comparison_of_trained_runs_has_the_means_differences_and_intervals_
 
 def test_the_verdict_says_that_nothing_is_shown_and_never_ranks_by_pg_loss(tmp_path: Path) -> None:
     text = Page(report(write_trained(tmp_path / "c"))).text
-    assert "No difference in accuracy is shown." in text
-    assert "no difference in accuracy is shown for token_mean (" in text
-    assert "3 seeds, p = 1)" in text
+    assert "No difference in accuracy is shown between sample_mean and token_mean, at equal steps or at equal tokens." in text
+    assert "At equal steps, accuracy in the training rollouts of step 9, against sample_mean:" in text
+    assert "token_mean: no difference shown, +" in text
+    assert "Holm p = 1, sign-flip p = 1 (floor 0.25), 3 seeds" in text
     assert "the sign-flip p cannot fall below 0.25" in text
     assert "never by pg_loss" in text
     assert "The layout changes nothing: pg_loss is the same to the last bit (2 layouts, 60 comparisons)." in text
@@ -161,22 +162,31 @@ def test_the_verdict_says_that_nothing_is_shown_and_never_ranks_by_pg_loss(tmp_p
 def test_a_difference_that_is_shown_is_said_with_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CORRECT, "token_mean", (80, 83, 90))
     text = Page(report(write_trained(tmp_path / "c"))).text
-    assert "A difference in accuracy is shown." in text
-    assert re.search(r"accuracy is higher under token_mean \(\+0\.203 \[\+0\.1\d+, \+0\.2\d+\], 3 seeds, p", text)
+    assert "Accuracy is higher under token_mean than under sample_mean, at equal steps and at equal tokens." in text
+    assert re.search(r"token_mean: higher, \+0\.203 \[\+0\.1\d+, \+0\.2\d+\], Holm p = 0\.0\d+, sign-flip p = 0\.25", text)
 
 
 def test_one_seed_is_said_plainly_and_has_no_interval(tmp_path: Path) -> None:
     page = Page(report(write_trained(tmp_path / "c", seeds=1)))
-    assert "One seed: no interval and no test, so no difference can be shown; give more seeds." in page.text
+    assert "One seed: no interval and no test, so no difference in accuracy can be shown between sample_mean and" in page.text
+    assert "so no difference can be shown; give more seeds" in page.text
     assert "Student-t" not in page.text
     cells = [text for row in page.table("The comparison") for text, _ in row.values()]
     assert not any("[" in text for text in cells)
 
 
-def test_recorded_rollouts_rank_no_mode(tmp_path: Path) -> None:
-    page = Page(report(write_comparison(tmp_path / "c")))
-    assert "nothing here says which mode learns better" in page.text
+def test_recorded_rollouts_rank_no_mode_and_show_the_gradients_that_differ(tmp_path: Path) -> None:
+    comparison = write_comparison(tmp_path / "c")
+    page = Page(report(comparison))
+    assert "These are replays of the same recorded rollouts: accuracy and length are properties of the rollouts" in page.text
+    assert "no mode can change them; what the modes change is the weight of each token" in page.text
     assert not any(label.startswith("The comparison") for label in page.tables)
+    for mode, norm in (("sample_mean", 2.0), ("constant", 0.5)):
+        steps = [{"pg_loss": 0.25, "grad_norm": norm * (step + 1), "effective_tokens": 10 * norm} for step in range(2)]
+        write_lines(comparison / mode / "metrics.jsonl", [{"step": at, "mode": mode, **step} for at, step in enumerate(steps)])
+    text = Page(report(comparison)).text
+    assert "Against sample_mean, mean of 2 steps:" in text
+    assert "constant: its gradient is 0.25 times as long; its weight lies on 5 effective tokens, sample_mean's on 20" in text
 
 
 def test_a_single_run_and_several_directories_have_a_page(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from numpy.typing import ArrayLike
 
 from aggcli.analysis.histories import MEASURES, History
-from aggcli.analysis.outcomes import Comparison, compare, mean_between, tokens_to_reach
+from aggcli.analysis.outcomes import Comparison, compare
+from aggcli.analysis.run_figures import mean_between, tokens_to_reach
 from aggcli.analysis.settings import labelled
 from aggcli.analysis.verdict import verdict
 from aggcli.errors import SettingError
@@ -48,7 +50,7 @@ def test_only_steps_that_all_seeds_recorded_are_used_and_the_rest_is_counted():
     assert outcome.common is not None
     assert (outcome.common.points, outcome.common.dropped, outcome.common.end) == (2, 3, 2.0)
     assert "a: 2 common steps; 3 are missing in some run, left out" in found.notes
-    assert "a: 1 of 2 runs count no tokens behind a missing step" in found.notes
+    assert "a: no tokens are counted behind a missing step, in 1 of 2 runs" in found.notes
 
 
 def test_at_equal_tokens_the_shorter_budget_counts_and_nothing_is_read_beyond_it():
@@ -106,28 +108,108 @@ def test_one_seed_is_said_and_shows_no_difference():
     assert "one seed: no interval and no test, so no difference can be shown; give more seeds" in found.notes
     said = verdict(found)
     assert not said.rankings[0].shown
-    assert "no difference in accuracy is shown for b (-0.7; one seed, so no interval)" in said.sentence
-
-
-def test_the_sentence_names_size_interval_seeds_and_p():
-    runs = [run("a", s, [0.1, 0.5 + s / 100]) for s in range(3)] + [run("b", s, [0.1, 0.6 + s * s / 100]) for s in range(3)]
-    shown = "accuracy is higher under b (+0.107 [+0.078, +0.135], 3 seeds, p = 0.0039)"  # 0.1, 0.1, 0.12: t = 16
-    assert verdict(compare(runs, window=0)).sentence == (
-        f"At equal steps (at step 1), against a: {shown}; at equal tokens (at 10), against a: {shown}."
+    assert said.headline == "One seed: no interval and no test, so no difference in accuracy can be shown between a and b."
+    assert said.lists[0] == (
+        "at equal steps, accuracy in the training rollouts of step 1, against a",
+        ("b: no difference shown, -0.7; one seed: no interval and no test",),
     )
+
+
+def test_a_line_names_the_word_size_interval_both_p_values_the_floor_and_the_seeds():
+    runs = [run("a", s, [0.1, 0.5 + s / 100]) for s in range(3)] + [run("b", s, [0.1, 0.6 + s * s / 100]) for s in range(3)]
+    found = verdict(compare(runs, window=0))
+    assert found.headline == "Accuracy is higher under b than under a, at equal steps and at equal tokens."
+    line = "b: higher, +0.107 [+0.078, +0.135], Holm p = 0.0039, sign-flip p = 0.25 (floor 0.25), 3 seeds"  # t = 16
+    assert found.lists == [
+        ("at equal steps, accuracy in the training rollouts of step 1, against a", (line,)),
+        ("at equal tokens, accuracy in the training rollouts up to 10 tokens, against a", (line,)),
+    ]
+
+
+def test_the_headline_is_one_short_sentence_whatever_is_shown_of_many_modes():
+    """b is higher on both axes, d on none; c takes half the tokens a step, so at equal tokens it is a step ahead."""
+    rng = np.random.default_rng(3)
+
+    def arm(mode: str, level: float, per_step: float = 10.0) -> list[History]:
+        return [run(mode, s, [0.1, 0.3, level + s / 50 + rng.normal(0, 0.001)], per_step) for s in range(4)]
+
+    some = [*arm("a", 0.5), *arm("d", 0.5)]
+    assert verdict(compare(some, window=0)).headline == (
+        "No difference in accuracy is shown between a and d, at equal steps or at equal tokens."
+    )
+    found = verdict(compare([*some, *arm("b", 0.7), *arm("c", 0.4, 5.0)], window=0))
+    assert found.headline == (
+        "At equal steps, accuracy is higher under b and lower under c than under a; at equal tokens, accuracy is higher under"
+        " b and c than under a."
+    )
+    assert [[line.partition(":")[0] for line in lines] for _, lines in found.lists] == [["b", "d", "c"], ["b", "c", "d"]]
+    many = verdict(compare([one for mode in "abcdefgh" for one in arm(mode, 0.5)], window=0))
+    assert many.headline.startswith("No difference in accuracy is shown between a and ")
+    assert many.headline.endswith(" and 3 more, at equal steps or at equal tokens.")
 
 
 def test_modes_without_a_common_seed_are_not_paired():
     found = compare([run("a", 0, [0.1, 0.5]), run("b", 1, [0.1, 0.9])])
     assert "b and a have no seed in common, so they are not paired" in found.notes
-    assert "b cannot be paired" in verdict(found).sentence
+    said = verdict(found)
+    assert said.headline == "No verdict: no other mode can be paired with a."
+    assert said.lists[0][1] == ("b: cannot be paired with a",)
 
 
 def test_without_accuracy_or_reward_there_is_no_verdict():
     blank = run("a", 0, [math.nan, math.nan])
-    assert verdict(compare([blank])).sentence.startswith("No verdict: neither accuracy nor reward was recorded")
+    assert verdict(compare([blank])).headline.startswith("No verdict: neither accuracy nor reward was recorded")
     alone = verdict(compare([run("a", 0, [0.5, 0.6])]))
-    assert alone.sentence == "No verdict: a is the only mode here; there is nothing to compare it with."
+    assert alone.headline == "No verdict: a is the only mode here; there is nothing to compare it with."
+
+
+# -- on fresh prompts, at the end -------------------------------------------------------------------------------------
+
+FRESH = {"a": (0.5, 0.52, 0.54), "b": (0.6, 0.62, 0.65)}
+
+
+def evaluated(modes: str = "ab", steps: Mapping[str, int] | None = None) -> tuple[list[History], dict[str, dict[Path, float]]]:
+    """Runs that differ on fresh prompts and not in their training rollouts; their steps, default 4."""
+    lengths = {mode: (steps or {}).get(mode, 4) for mode in modes}
+    runs = [run(mode, s, [0.5 + s / 100] * lengths[mode]) for mode in modes for s in range(3)]
+    return runs, {"fresh/accuracy": {one.directory: FRESH[one.mode][one.seed] for one in runs if one.mode in FRESH}}
+
+
+def test_fresh_prompts_decide_at_equal_steps_and_the_rollouts_stand_beside_them():
+    runs, ends = evaluated()
+    found = compare(runs, ends=ends)
+    assert found.outcomes["accuracy"]["b"].pair is not None
+    assert found.outcomes["accuracy"]["b"].pair.test.difference.mean == pytest.approx(0)
+    by_steps, by_tokens = verdict(found).rankings
+    assert by_steps.figure == "accuracy_on_fresh_prompts"
+    assert by_steps.heading == "at equal steps, accuracy on fresh prompts after step 3, against a"
+    assert by_steps.standings[0].difference is not None
+    assert by_steps.standings[0].difference.mean == pytest.approx(0.31 / 3)  # 0.1, 0.1, 0.11
+    assert (by_steps.standings[0].word, by_tokens.standings[0].word) == ("higher", "baseline")
+    assert by_tokens.figure == "accuracy_at_equal_tokens"
+
+
+def test_the_rollouts_decide_where_an_arm_has_no_evaluation_another_number_of_steps_or_fewer_seeds_with_one():
+    def figure(runs: Sequence[History], ends: Mapping[str, Mapping[Path, float]]) -> str:
+        return verdict(compare(runs, ends=ends)).rankings[0].figure
+
+    runs, ends = evaluated("abc")
+    assert figure(runs, ends) == "accuracy"
+    longer, theirs = evaluated(steps={"b": 6})
+    assert figure(longer, theirs) == "accuracy"
+    found = compare(longer, ends=theirs)
+    assert found.outcomes["accuracy_on_fresh_prompts"]["b"].pair is None
+    assert "b was trained for 6 steps and a for 4, so the policies they ended with are not compared" in found.notes
+    runs, ends = evaluated()
+    ends["fresh/accuracy"].pop(next(one.directory for one in runs if (one.mode, one.seed) == ("b", 2)))
+    assert figure(runs, ends) == "accuracy"
+
+
+def test_the_steps_of_a_run_are_its_setting_where_a_silent_last_step_left_no_line():
+    runs, ends = evaluated(steps={"b": 3})
+    given = [dataclasses.replace(one, settings={"steps": 4}) for one in runs]
+    heading = verdict(compare(given, ends=ends)).rankings[0].heading
+    assert heading == "at equal steps, accuracy on fresh prompts after step 3, against a"
 
 
 def test_an_unknown_baseline_is_refused_and_named():
@@ -163,6 +245,21 @@ def test_runs_that_differ_only_in_seed_are_called_different_in_5_percent_of_comp
             assert ranking.shown == (not other.difference.low <= 0 <= other.difference.high)
     shares = np.mean(called, axis=0)
     assert (np.abs(shares - 0.05) < 3.5 * math.sqrt(0.05 * 0.95 / 300)).all(), shares
+
+
+def test_evaluations_that_share_their_prompts_by_seed_are_called_different_in_5_percent_of_comparisons():
+    """An evaluation is 512 rollouts; how hard a seed's prompts are is common to its modes, and pairing takes it out."""
+    rng = np.random.default_rng(8)
+    called = []
+    for _ in range(300):
+        runs = [trained(mode, seed, rng) for mode in ("a", "b") for seed in range(4)]
+        hard = rng.normal(0.8, 0.05, 4)
+        chance = {one.directory: np.clip(hard[one.seed] + rng.normal(0, 0.01), 0, 1) for one in runs}
+        ends = {"fresh/accuracy": {at: rng.binomial(512, chance[at]) / 512 for at in chance}}
+        ranking = verdict(compare(runs, ends=ends)).rankings[0]
+        assert ranking.figure == "accuracy_on_fresh_prompts"
+        called.append(ranking.shown)
+    assert abs(np.mean(called) - 0.05) < 3.5 * math.sqrt(0.05 * 0.95 / 300)
 
 
 def test_three_null_modes_beside_the_baseline_give_a_false_positive_in_at_most_5_percent():

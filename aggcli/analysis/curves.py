@@ -19,6 +19,7 @@ from scipy import optimize, stats
 
 from aggcli.analysis.sigmoid import EXPONENTS, Floats, Grid, Parameters, Search, adapted_grid, grid_search, sigmoid, slopes
 from aggcli.analysis.statistics import CONFIDENCE, Interval
+from aggcli.measurement.words import plural
 
 MOST_POINTS = 100
 """Longer curves are averaged in this many groups of consecutive points; a group keeps its mean compute and mean reward."""
@@ -76,7 +77,7 @@ def fit(compute: ArrayLike, reward: ArrayLike, options: FitOptions = FitOptions(
     """
     C, R = points_of(compute, reward, options.skip)
     if len(C) < LEAST_POINTS:
-        return Refused(f"{len(C)} points; a curve needs at least {LEAST_POINTS}")
+        return Refused(f"{plural(len(C), 'point')}; a curve needs at least {LEAST_POINTS}")
     if not _rises(R):
         return Refused("the last quarter is not above the first (one-sided t-test at 5 %): nothing has been learned yet")
     search = grid_search(C, R, options.grid or adapted_grid(C, R), options.start)

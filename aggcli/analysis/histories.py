@@ -1,11 +1,13 @@
 """What a comparison needs of each run: its settings, and its accuracy, reward and lengths over the rollout steps.
 
-Only the needed columns of metrics.jsonl are read, by pyarrow's JSON reader: a thousand runs of a thousand steps in seconds.
+Only the needed columns of metrics.jsonl and timings.jsonl are read, by pyarrow's JSON reader: a thousand runs of a thousand
+steps in seconds.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggcli.errors import RecordError, some
-from aggcli.records import METRICS, read_manifest, run_directories
+from aggcli.records import METRICS, TIMINGS, read_manifest, run_directories
 
 Floats = NDArray[np.float64]
 
-_COUNTS = ("correct/count", "incorrect/count", "samples", "response_tokens", "seconds")
+_COUNTS = ("correct/count", "incorrect/count", "samples", "response_tokens")
 _MEANS = {
     "raw_reward": "scored",
     "response_length": "samples",
@@ -40,7 +42,9 @@ class History:
 
     `tokens` and `seconds` count what the policy had been trained on, or for, *before* the step: the rollouts of a step were
     sampled by the policy that the earlier steps made. Both are NaN behind a missing step, since nobody knows what it took.
-    `measures` has the names in `MEASURES`. `repeated`: lines that record an optimizer step again; the last one counts.
+    `seconds` are the run's share of those of its stack. `measures` has the names in `MEASURES`. `repeated`: lines that record
+    an optimizer step again; the last one counts. `stack`: what tells the stack that the run was trained in from others; None
+    where no seconds are recorded.
     """
 
     directory: Path
@@ -55,6 +59,7 @@ class History:
     measures: Mapping[str, Floats]
     repeated: int = 0
     label: str = ""
+    stack: tuple[float, float] | None = None
 
     def axis(self, name: str) -> Floats:
         """`steps`, `tokens` or `seconds`, as float64 [E]."""
@@ -91,7 +96,7 @@ def read_histories(directories: Sequence[Path]) -> tuple[list[History], list[str
 def read_history(directory: Path) -> History | None:
     """One run directory; None when no step is recorded. Raises `RecordError`."""
     manifest = read_manifest(directory)
-    columns = _columns(directory / METRICS)
+    columns = _columns(directory / METRICS, ("step", "rollout_step", *_COUNTS, *_MEANS))
     if columns is None:
         return None
     step, last = _last_of_each(columns.pop("step"))
@@ -101,6 +106,7 @@ def read_history(directory: Path) -> History | None:
     steps, starts = np.unique(rollout_step[order], return_index=True)
     parts = {name: values[last][order] for name, values in columns.items()}
     totals = {name: _sums(parts[name], starts) for name in _COUNTS}
+    share, stack = _shares(directory / TIMINGS, steps)
     environment = manifest.get("environment") or {}
     return History(
         directory=directory,
@@ -111,9 +117,10 @@ def read_history(directory: Path) -> History | None:
         provenance=_provenance(environment, manifest),
         steps=steps,
         tokens=_before(totals["response_tokens"], steps),
-        seconds=_before(totals["seconds"], steps),
+        seconds=_before(share, steps),
         measures=_measures(parts, totals, starts),
         repeated=columns["samples"].size - len(last),
+        stack=stack,
     )
 
 
@@ -139,8 +146,11 @@ def _provenance(environment: Mapping[str, Any], manifest: Mapping[str, Any]) -> 
 # -- columns --------------------------------------------------------------------------------------------------------
 
 
-def _columns(path: Path) -> dict[str, Floats] | None:
-    """The needed columns of a record file as float64; a half-written last line (a killed writer) is left out."""
+def _columns(path: Path, names: Sequence[str]) -> dict[str, Floats] | None:
+    """These columns of a record file as float64, NaN but in the first one where blank; None for a file without a line.
+
+    A half-written last line (a killed writer) is left out. Raises `RecordError` for a line without the first column.
+    """
     import pyarrow
     import pyarrow.json
 
@@ -151,7 +161,6 @@ def _columns(path: Path) -> dict[str, Floats] | None:
     whole = memoryview(data)[: data.rfind(b"\n") + 1]
     if not data[: len(whole)].strip():
         return None
-    names = ("step", "rollout_step", *_COUNTS, *_MEANS)
     schema = pyarrow.schema([(name, pyarrow.float64()) for name in names])
     try:
         table = pyarrow.json.read_json(
@@ -162,9 +171,25 @@ def _columns(path: Path) -> dict[str, Floats] | None:
     except pyarrow.ArrowException as error:
         raise RecordError(f"{path}: cannot be read ({error})") from error
     columns = {name: table.column(name).to_numpy().astype(np.float64, copy=True) for name in names}
-    if np.isnan(columns["step"]).any():
-        raise RecordError(f"{path}: line {int(np.isnan(columns['step']).argmax()) + 1} is not the record of a step")
+    if np.isnan(columns[names[0]]).any():
+        raise RecordError(f"{path}: line {int(np.isnan(columns[names[0]]).argmax()) + 1} is not the record of a step")
     return columns
+
+
+def _shares(path: Path, steps: NDArray[np.int64]) -> tuple[Floats, tuple[float, float] | None]:
+    """The run's share of its stack's seconds in each of these rollout steps [E], and what tells the stack from others.
+
+    Two runs of a stack have the same first line, and no two stacks have it: a step's seconds are measured to the nanosecond.
+    """
+    share = np.full(len(steps), np.nan)
+    columns = _columns(path, ("rollout_step", "seconds", "runs")) if path.exists() else None
+    if columns is None:
+        return share, None
+    timed, last = _last_of_each(columns["rollout_step"])
+    seconds, runs = columns["seconds"][last], columns["runs"][last]
+    _, at, there = np.intersect1d(steps, timed, assume_unique=True, return_indices=True)
+    share[at] = (seconds / runs)[there]
+    return share, (float(seconds[0]), float(runs[0]))
 
 
 def _last_of_each(step: Floats) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
@@ -195,6 +220,18 @@ def _before(amount: Floats, steps: NDArray[np.int64]) -> Floats:
     before = np.concatenate([[0.0], np.cumsum(amount)[:-1]])
     before[steps != np.arange(len(steps))] = np.nan
     return before if np.isfinite(amount).any() else np.full(len(steps), np.nan)
+
+
+def shared_seconds(runs: Iterable[History]) -> list[str]:
+    """A note for whoever compares these runs by their seconds: which of them only share those of one stack."""
+    stacks = Counter(run.stack for run in runs if run.stack is not None)
+    together = sum(count for count in stacks.values() if count > 1)
+    if not together:
+        return []
+    return [
+        f"{together} of the compared runs were trained in one stack with others, which share its seconds evenly: by seconds"
+        " they can differ only in what they do in a step"
+    ]
 
 
 def with_labels(histories: Iterable[History]) -> dict[str, list[History]]:

@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 from aggcli.analysis.histories import History
 from aggcli.errors import some
+from aggcli.measurement.words import plural
 
 _THE_MODE = frozenset({"loss_aggregation", "calculate_per_token_loss"})
-_BOOKKEEPING = frozenset({"seed", "seeds", "modes", "layouts", "layout_records", "checkpoint_every", "log_correct_samples"})
-"""Settings that change what is recorded, or which run of a comparison it is, and no number of the run itself."""
+_BOOKKEEPING = frozenset(
+    {"seed", "seeds", "modes", "layouts", "layout_records", "checkpoint_every", "log_correct_samples", "log_to", "processes"}
+)
+"""Settings that change what is recorded and where, or which run of a comparison it is, and no number of the run itself."""
 _OF_ONE_MODE = {"loss_aggregation_divisor": "constant", "prompt_mean_scale": "prompt_mean"}
 """Settings that only one mode reads; they are compared between the runs of that mode alone."""
 _NOT_IDENTITY = frozenset({"steps", "device", "config"})
@@ -79,8 +82,9 @@ def without_duplicates(runs: Sequence[History]) -> tuple[list[History], list[str
     if not dropped:
         return kept, []
     return kept, [
-        f"{len(dropped)} of {len(runs)} runs record a mode, seed and settings that another records too; the one with the most"
-        f" steps counts, then one that is done, then the last given; left out: {some(run.directory for run in dropped)}"
+        f"of {len(runs)} runs {plural(len(dropped), 'is', 'are')} left out, since another records the same mode, seed and"
+        " settings; the one with the most steps counts, then one that is done, then the last given; left out:"
+        f" {some(run.directory for run in dropped)}"
     ]
 
 

@@ -2,132 +2,214 @@
 
 pg_loss is no measure of success: its scale is the mode's own, and at the start of a step it is near 0 for every mode whatever
 the policy has learned. A mode is called ahead or behind when the paired t-test against the baseline, corrected by Holm over the
-pairs of the ranking, is below 5 %; otherwise no difference is shown, which is not the same as none being there.
+pairs of the ranking, is below 5 %; otherwise no difference is shown, which is not the same as none being there. Modes other
+than the baseline are not tested against each other, and no word says so.
+
+At equal steps the verdict is by accuracy on fresh prompts where that is sound: every compared run was evaluated at its end, all
+were trained for the same number of steps, and the pairs have the same seeds as in the training rollouts. Then it is the better
+measure: it is of the policy that training ended with, and not a mean over those of the last tenth of the steps; the prompts and
+the noise are the same for every mode of a seed; and nothing has chosen among the rollouts, as dynamic sampling does when it
+drops groups of equal rewards. Otherwise the verdict is by the training rollouts of the last common steps. What was recorded
+decides, never what came out, and the other figure stands in the table. At equal tokens it is always by training rollouts: a run
+is evaluated once, at the tokens that it happened to end with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from aggcli.analysis.outcomes import Common, Comparison, Outcome
-from aggcli.analysis.statistics import CONFIDENCE, Interval
+from aggcli.analysis.outcomes import Comparison, Outcome
+from aggcli.analysis.run_figures import Common
+from aggcli.analysis.statistics import CONFIDENCE, Interval, SignFlip
+from aggcli.errors import some
 
 ALPHA = 1 - CONFIDENCE
-_MEASURES = ("accuracy", "raw_reward")
-"""What modes are ranked by: the first of these that was measured."""
+_MEASURES = {"accuracy": "accuracy", "raw_reward": "raw reward"}
+"""What modes are ranked by, and its name in a sentence: the first of these that was measured."""
 
 Word = Literal["baseline", "higher", "lower", "no difference shown", "not paired"]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A mode's place. `difference`: to the baseline, paired by seed; `word`: what is shown of it at 5 % after Holm."""
+    """A mode's place. `difference`: to the baseline, paired by seed; `word`: what is shown of it at 5 % after Holm; `text`: the
+    same as a line to read, empty for the baseline.
+    """
 
     label: str
     mean: float
     difference: Interval | None
     p_holm: float | None
+    sign_flip: SignFlip | None
     word: Word
     common: Common | None
+    text: str = ""
 
 
 @dataclass(frozen=True)
 class Ranking:
     """Modes by their paired difference to the baseline (which is 0), best first. `shown`: whether any difference is.
 
-    Each pair is taken where its own runs are equal: at its last common steps, or at the most tokens that all of its runs saw.
+    `figure`: the figure of the comparison that it is by; `heading`: what that is and where it is taken. Each pair is taken
+    where its own runs are equal: at its last common steps, or at the most tokens that all of its runs saw.
     """
 
     measure: str
     axis: Literal["steps", "tokens"]
+    figure: str
     baseline: str
     standings: tuple[Standing, ...]
     shown: bool
-    sentence: str
+    heading: str
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rankings that could be made, and one sentence for all."""
+    """One sentence, and the lines under it: those of the rankings that could be made, or `remarks` (a heading and its lines)
+    where there is nothing to test.
+    """
 
-    rankings: tuple[Ranking, ...]
-    sentence: str
+    headline: str
+    rankings: tuple[Ranking, ...] = ()
+    remarks: tuple[str, tuple[str, ...]] | None = None
+
+    @property
+    def lists(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Headings, each with its lines (one at least)."""
+        told = [(one.heading, tuple(standing.text for standing in one.standings if standing.text)) for one in self.rankings]
+        return [one for one in (*told, self.remarks) if one is not None and one[1]]
 
 
 def verdict(comparison: Comparison) -> Verdict:
-    """The verdict of a comparison."""
+    """The verdict of a comparison of runs that sampled their own rollouts."""
     measure = next((name for name in _MEASURES if name in comparison.outcomes), None)
     if measure is None:
-        return Verdict((), "No verdict: neither accuracy nor reward was recorded, and pg_loss says nothing about success.")
+        return Verdict("No verdict: neither accuracy nor reward was recorded, and pg_loss says nothing about success.")
     if len(comparison.labels) == 1:
-        return Verdict((), f"No verdict: {comparison.baseline} is the only mode here; there is nothing to compare it with.")
+        return Verdict(f"No verdict: {comparison.baseline} is the only mode here; there is nothing to compare it with.")
     axes: tuple[tuple[Literal["steps", "tokens"], str], ...] = (
-        ("steps", measure),
+        ("steps", _at_equal_steps(comparison, measure)),
         ("tokens", f"{measure}_at_equal_tokens"),
     )
     rankings = tuple(_ranking(comparison, measure, axis, name) for axis, name in axes if name in comparison.outcomes)
-    text = "; ".join(one.sentence for one in rankings)
-    return Verdict(rankings, text[0].upper() + text[1:] + ".")
+    return Verdict(_headline(_MEASURES[measure], rankings), rankings)
+
+
+def _at_equal_steps(comparison: Comparison, measure: str) -> str:
+    """The figure that stands for `measure` at equal steps; the module says which, and why."""
+    rollouts = comparison.outcomes[measure]
+    fresh = comparison.outcomes.get(f"{measure}_on_fresh_prompts", {})
+    sound = all(label in fresh and _seeds(fresh[label]) == _seeds(own) for label, own in rollouts.items())
+    return f"{measure}_on_fresh_prompts" if sound else measure
+
+
+def _seeds(outcome: Outcome) -> int:
+    """Seeds that an arm shares with the baseline in a figure."""
+    return 0 if outcome.pair is None else outcome.pair.test.difference.n
 
 
 def _ranking(comparison: Comparison, measure: str, axis: Literal["steps", "tokens"], figure: str) -> Ranking:
-    outcomes = comparison.outcomes[figure]
-    found = [_standing(outcome, comparison.baseline) for outcome in outcomes.values()]
+    outcomes, baseline = comparison.outcomes[figure], comparison.baseline
+    found = [_standing(outcome, baseline) for outcome in outcomes.values()]
     found.sort(key=lambda one: (one.word == "not paired", 0.0 if one.difference is None else -one.difference.mean))
     shown = any(one.word in ("higher", "lower") for one in found)
-    words = "accuracy" if measure == "accuracy" else "raw reward"
-    return Ranking(measure, axis, comparison.baseline, tuple(found), shown, _sentence(words, axis, comparison.baseline, found))
+    heading = f"at equal {axis}, {_MEASURES[measure]} {_where(found)}, against {baseline}"
+    return Ranking(measure, axis, figure, baseline, tuple(found), shown, heading)
 
 
 def _standing(outcome: Outcome, baseline: str) -> Standing:
     pair = outcome.pair
     if outcome.label == baseline:
-        return Standing(outcome.label, outcome.mean, None, None, "baseline", outcome.common)
+        return Standing(outcome.label, outcome.mean, None, None, None, "baseline", outcome.common)
     if pair is None:
-        return Standing(outcome.label, outcome.mean, None, None, "not paired", outcome.common)
-    difference = pair.test.difference
+        text = f"{outcome.label}: cannot be paired with {baseline}"
+        return Standing(outcome.label, outcome.mean, None, None, None, "not paired", outcome.common, text)
+    difference, flip = pair.test.difference, pair.test.sign_flip
     word: Word = "no difference shown"
     if pair.p_holm is not None and pair.p_holm < ALPHA:
         word = "higher" if difference.mean > 0 else "lower"
-    return Standing(outcome.label, outcome.mean, difference, pair.p_holm, word, pair.common)
+    text = f"{outcome.label}: {word}, {_evidence(difference, pair.p_holm, flip)}"
+    return Standing(outcome.label, outcome.mean, difference, pair.p_holm, flip, word, pair.common, text)
 
 
-def _sentence(measure: str, axis: str, baseline: str, standings: list[Standing]) -> str:
-    """`at equal steps, accuracy is higher under prompt_mean than under constant by 0.04 [0.01, 0.07] (5 seeds, p = 0.02)`."""
+# -- in words -----------------------------------------------------------------------------------------------------------
+
+
+def _headline(measure: str, rankings: Sequence[Ranking]) -> str:
+    """Who is ahead and on which axis, without numbers; where nobody is, why not."""
+    shown = [one for one in rankings if one.shown]
+    axes = _listed([f"at equal {one.axis}" for one in rankings], "or")
+    if not shown:
+        return _nothing_shown(measure, rankings[0], axes)
+    claims = {one.axis: _claim(measure, one) for one in shown}
+    if len(shown) == len(rankings) and len(set(claims.values())) == 1:
+        said = f"{claims[shown[0].axis]}, {_listed([f'at equal {one.axis}' for one in shown])}"
+        return f"{said[0].upper()}{said[1:]}."
+    parts = [
+        f"at equal {one.axis}, {claims[one.axis]}" if one.shown else f"at equal {one.axis} no difference is shown"
+        for one in rankings
+    ]
+    said = "; ".join(parts)
+    return f"{said[0].upper()}{said[1:]}."
+
+
+def _nothing_shown(measure: str, ranking: Ranking, axes: str) -> str:
+    baseline, others = ranking.baseline, [one for one in ranking.standings if one.word == "no difference shown"]
+    if not others:
+        return f"No verdict: no other mode can be paired with {baseline}."
+    between = f"between {baseline} and {_named(others)}"
+    if all(one.p_holm is None for one in others):
+        return f"One seed: no interval and no test, so no difference in {measure} can be shown {between}."
+    return f"No difference in {measure} is shown {between}, {axes}."
+
+
+def _claim(measure: str, ranking: Ranking) -> str:
+    """`accuracy is higher under b and lower under c than under a`."""
     parts = []
     for word in ("higher", "lower"):
-        those = [one for one in standings if one.word == word]
+        those = [one for one in ranking.standings if one.word == word]
         if those:
-            parts.append(f"{measure} is {word} under " + " and ".join(_named(one) for one in those))
-    rest = [one for one in standings if one.word == "no difference shown"]
-    if rest:
-        parts.append(f"no difference in {measure} is shown for " + " and ".join(_named(one) for one in rest))
-    apart = [one.label for one in standings if one.word == "not paired"]
-    if apart:
-        parts.append(f"{' and '.join(apart)} cannot be paired")
-    return f"at equal {axis}{_where(standings)}, against {baseline}: " + ", ".join(parts)
+            parts.append(f"{word} under {_named(those)}")
+    return f"{measure} is {' and '.join(parts)} than under {ranking.baseline}"
 
 
-def _where(standings: list[Standing]) -> str:
-    """` (to step 99)`, ` (to 80,000 to 90,000 tokens)`: where the pairs were compared."""
-    commons = [one.common for one in standings if one.difference is not None and one.common is not None]
+def _named(standings: Sequence[Standing]) -> str:
+    labels = [one.label for one in standings]
+    return _listed(labels) if len(labels) <= 4 else some(labels, 4)
+
+
+def _listed(words: Sequence[str], last: str = "and") -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def _where(standings: Sequence[Standing]) -> str:
+    """`in the training rollouts of steps 18 to 19`, `... up to 80,000 to 90,000 tokens by pair`, or `on fresh prompts ...`."""
+    commons = [one.common for one in standings if one.common is not None and one.word not in ("baseline", "not paired")]
     if not commons:
-        return ""
-    ends = sorted({f"{common.end:,.0f}" for common in commons}, key=lambda text: float(text.replace(",", "")))
-    span = ends[0] if len(ends) == 1 else f"{ends[0]} to {ends[-1]} by pair"
-    return f" (at step {span})" if commons[0].axis == "steps" else f" (at {span})"
+        return "in the training rollouts"
+    starts, ends = sorted({common.start for common in commons}), sorted({common.end for common in commons})
+    end, by_pair = f"{ends[0]:,.0f}", ""
+    if len(ends) > 1:
+        end, by_pair = f"{end} to {ends[-1]:,.0f}", " by pair"
+    if commons[0].axis == "end":
+        return f"on fresh prompts after step {end}{by_pair}"
+    if commons[0].axis == "tokens":
+        return f"in the training rollouts up to {end} tokens{by_pair}"
+    if len(starts) == len(ends) == 1 and starts[0] < ends[0]:
+        return f"in the training rollouts of steps {starts[0]:,.0f} to {end}"
+    return f"in the training rollouts {'up to' if by_pair else 'of'} step {end}{by_pair}"
 
 
-def _named(one: Standing) -> str:
-    assert one.difference is not None
-    found = one.difference
-    if one.p_holm is None:
-        return f"{one.label} ({found.mean:+.3g}; one seed, so no interval)"
+def _evidence(found: Interval, p_holm: float | None, flip: SignFlip | None) -> str:
+    """`+0.107 [+0.078, +0.135], Holm p = 0.0039, sign-flip p = 0.25 (floor 0.25), 3 seeds`."""
+    if p_holm is None or flip is None:
+        return f"{found.mean:+.3g}; one seed: no interval and no test"
+    tested = f"Holm p {_p(p_holm)}, sign-flip p {_p(flip.p)} (floor {flip.floor:.2g})"
     if found.low is None or found.high is None:
-        return f"{one.label} ({found.mean:+.3g} in all {found.n} seeds, so no interval; p {_p(one.p_holm)})"
-    bounds = f"{found.mean:+.3g} [{found.low:+.3g}, {found.high:+.3g}]"
-    return f"{one.label} ({bounds}, {found.n} seeds, p {_p(one.p_holm)})"
+        return f"{found.mean:+.3g} in all {found.n} seeds, so no interval, {tested}"
+    return f"{found.mean:+.3g} [{found.low:+.3g}, {found.high:+.3g}], {tested}, {found.n} seeds"
 
 
 def _p(value: float) -> str:

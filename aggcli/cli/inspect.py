@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from aggcli.cli.console import out, progress, say
 from aggcli.cli.options import JsonOption, with_settings
 from aggcli.config import FIELDS, SOURCE_SETTINGS, RunConfig, settings_from
+from aggcli.measurement.words import plural
 
 TAKEN = (*SOURCE_SETTINGS, "correct_threshold")
 """The settings that are this command's options; --rollouts is its argument."""
@@ -44,13 +46,13 @@ def _facts(batch: Any, settings: RunConfig) -> dict[str, Any]:
 
 
 def _print(name: str, kind: str, steps: list[dict[str, Any]]) -> None:
-    from aggcli.report.tables import inventory_table
+    from aggcli.report.inventory_tables import inventory_table
 
     console = out()
     units = [UNITS[unit] for unit in dict.fromkeys(step["length_unit"] for step in steps) if unit != "tokens"]
     counted = "".join(f", lengths in {unit}, not tokens" for unit in units)
-    console.print(f"{name}: format {kind}, {len(steps)} step{'s' if len(steps) != 1 else ''}{counted}")
-    console.print(inventory_table(steps))
+    console.print(f"{name}: format {kind}, {plural(len(steps), 'step')}{counted}")
+    console.print(inventory_table(steps, console.width))
     for title, key in (("can be computed", "computable"), ("missing", "skipped")):
         console.print(title)
         found: dict[str, list[int]] = {}
@@ -59,4 +61,7 @@ def _print(name: str, kind: str, steps: list[dict[str, Any]]) -> None:
                 found.setdefault(item, []).append(at)
         for item, at in found.items():
             where = "" if len(at) == len(steps) else f" ({len(at)} of {len(steps)} steps)"
-            console.print(f"  {item}{where}")
+            text = textwrap.fill(
+                item + where, console.width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
+            )
+            console.print(text, soft_wrap=True)

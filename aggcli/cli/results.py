@@ -1,17 +1,7 @@
 """`aggcli compare DIR [DIR...]`: results directories that exist already, side by side.
 
-Wiring, in `aggcli.cli.compare.compare`: add the positional argument
-
-    directories: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="Results directories to compare.")] = None
-
-and the options --baseline, --format, --precision, --sort-by, --only-changed, --reach, --window and --fit/--no-fit; then, first
-thing in the body and before `resolve`,
-
-    if directories:
-        return compare_results(directories, baseline=baseline, format="json" if json else format, ...)
-
-refusing settings that were given together with directories (`given` is not empty), since nothing is run. Nothing here imports
-torch.
+Reads the records, compares the runs by mode (`aggcli.analysis.study`) and prints the verdict and the table. Data goes to
+stdout, notes to stderr; nothing is run, and nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -27,10 +17,9 @@ from aggcli.errors import ExitCode, SettingError, nearest
 if TYPE_CHECKING:
     from aggcli.analysis.efficiency import EfficiencyPair, ModeCurve
     from aggcli.analysis.histories import History
-    from aggcli.analysis.outcomes import Comparison
     from aggcli.analysis.settings import SettingDifference
-    from aggcli.analysis.verdict import Verdict
-    from aggcli.report.comparison_tables import Row
+    from aggcli.analysis.study import Study
+    from aggcli.report.comparison_rows import Row
 
 FORMATS = ("table", "json", "csv", "md", "latex")
 MOST_FITS = 40
@@ -60,26 +49,26 @@ def compare_results(
     for up to `MOST_FITS` runs. Raises `SettingError` and `RecordError`.
     """
     _check(format, precision, reach, window, axis)
-    from aggcli.analysis.histories import read_histories
-    from aggcli.analysis.outcomes import compare
-    from aggcli.analysis.settings import differences, labelled, warnings, without_duplicates
-    from aggcli.analysis.verdict import verdict
-    from aggcli.report.comparison_tables import curve_rows, rows_of
+    from aggcli.analysis.histories import read_histories, shared_seconds
+    from aggcli.analysis.settings import differences, warnings
+    from aggcli.analysis.study import study
+    from aggcli.report.comparison_rows import curve_rows, rows_of
 
     read, notes = read_histories(directories)
-    runs, dropped = without_duplicates(labelled(read))
-    comparison = compare(runs, baseline, window=window, reach=reach)
-    differing = differences(runs)
-    notes = [*warnings(differing), *notes, *dropped, *comparison.notes]
-    rows = rows_of(comparison, precision, sort_by, only_changed=only_changed)
-    if fit or (fit is None and len(runs) <= MOST_FITS):
-        curves, pairs, unit = _fitted(runs, comparison.baseline, axis)
+    found = study(read, baseline, window=window, reach=reach)
+    differing = differences(found.runs)
+    notes = [*warnings(differing), *notes, *found.notes]
+    rows = rows_of(found.comparison, precision, sort_by, only_changed=only_changed)
+    if found.recorded:
+        notes += ["--fit: the accuracy of recorded rollouts is no learning curve, so none is fitted"] if fit else []
+    elif fit or (fit is None and len(found.runs) <= MOST_FITS):
+        curves, pairs, unit = _fitted(found.runs, found.comparison.baseline, axis)
         rows += curve_rows(curves, pairs, unit)
         notes += _refusals(curves)
+        notes += shared_seconds(found.runs) if axis == "seconds" else []
     elif fit is None:
-        notes.append(f"{len(runs)} runs: no curves are fitted to more than {MOST_FITS} unless --fit asks for it")
-    found = verdict(comparison)
-    _print(format, precision, rows, comparison, found, differing, notes)
+        notes.append(f"{len(found.runs)} runs: no curves are fitted to more than {MOST_FITS} unless --fit asks for it")
+    _print(format, precision, rows, found, differing, notes)
     return ExitCode.DONE
 
 
@@ -120,49 +109,47 @@ def _print(
     format: str,
     precision: int,
     rows: Sequence[Row],
-    comparison: Comparison,
-    found: Verdict,
+    found: Study,
     differing: Sequence[SettingDifference],
     notes: Sequence[str],
 ) -> None:
     from aggcli.records import SCHEMA, to_json
     from aggcli.report import comparison_tables as tables
+    from aggcli.report import verdict_formats as verdicts
 
     if format == "json":
-        print(to_json({"schema": SCHEMA, **_json(rows, comparison, found, differing, notes)}))
+        print(to_json({"schema": SCHEMA, **_json(rows, found, differing, notes)}))
         return
+    below = tables.recorded_caption(rows) if found.recorded else tables.caption(rows)
     if format == "csv":
         print(tables.csv_text(rows), end="")
-        say(found.sentence)
+        notes = [*verdicts.verdict_lines(found.verdict), *notes]
     elif format == "md":
-        print(f"{found.sentence}\n\n{tables.markdown_table(rows, precision)}")
+        print(f"{verdicts.verdict_markdown(found.verdict)}\n\n{tables.markdown_table(rows, precision, below)}")
     elif format == "latex":
-        print(f"% {found.sentence}\n{tables.latex_table(rows, precision)}")
+        print(f"{verdicts.verdict_comments(found.verdict)}\n{tables.latex_table(rows, precision, below)}")
     else:
         console = out()
-        console.print(found.sentence, width=tables.WIDTH)
+        console.print(verdicts.verdict_text(found.verdict, tables.WIDTH), soft_wrap=True)
         console.print()
-        console.print(tables.text_table(rows, precision), soft_wrap=True, end="")
+        if found.recorded and tables.fit_side_by_side(rows, precision):
+            console.print(tables.side_by_side(rows, precision, below), width=tables.WIDTH)
+        else:
+            console.print(tables.text_table(rows, precision, below), soft_wrap=True, end="")
     for note in notes:
         say(note)
 
 
-def _json(
-    rows: Sequence[Row],
-    comparison: Comparison,
-    found: Verdict,
-    differing: Sequence[SettingDifference],
-    notes: Sequence[str],
-) -> dict[str, Any]:
+def _json(rows: Sequence[Row], found: Study, differing: Sequence[SettingDifference], notes: Sequence[str]) -> dict[str, Any]:
     from aggcli.report.comparison_tables import json_rows
+    from aggcli.report.verdict_formats import verdict_json
 
     return {
-        "baseline": comparison.baseline,
-        "modes": list(comparison.labels),
-        "verdict": found.sentence,
-        "rankings": [asdict(ranking) for ranking in found.rankings],
+        "baseline": found.comparison.baseline,
+        "modes": list(found.comparison.labels),
+        "verdict": verdict_json(found.verdict),
         "figures": json_rows(rows),
-        "reach": comparison.reach,
+        "reach": found.comparison.reach,
         "differing_settings": [{**asdict(one), "values": dict(one.values)} for one in differing],
         "notes": list(notes),
     }

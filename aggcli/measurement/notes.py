@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from aggcli.errors import some
 from aggcli.measurement.reduce import LayoutReport, Values
+from aggcli.measurement.words import plural
 from aggcli.objective.step import StepInputs
 from aggcli.rollouts.batch import NO_GROUP
 
@@ -45,12 +46,14 @@ def notes_on_step(inputs: StepInputs, values: Mapping[str, Values], layouts: Seq
 def _on_data(inputs: StepInputs, values: Values) -> list[str]:
     step, notes = inputs.step, []
     if masked := values["fully_masked_samples"]:
-        notes.append(f"fully masked samples: {masked:g}; they count in N and add nothing to the loss")
+        they = "it counts in N and adds nothing" if masked == 1 else "they count in N and add nothing"
+        notes.append(f"fully masked samples: {masked:g}; {they} to the loss")
     if not values["tokens"]:
         notes.append("no masked-in token at all: the step is empty and takes no optimizer step")
     missing = int((step.group_S == NO_GROUP).sum())
     if 0 < missing < step.num_samples:
-        notes.append(f"{missing} samples have no group_index: advantage 0 unless recorded, and left out of pass@k")
+        those = plural(missing, "sample has", "samples have")
+        notes.append(f"{those} no group_index: advantage 0 unless recorded, and left out of pass@k")
     if not inputs.has_ratio:
         notes.append("fewer than two log-probability streams: the importance ratio is taken as 1 (exactly on-policy)")
     elif step.old_log_probs_T is None:
@@ -91,5 +94,8 @@ def _on_ranks(layouts: Sequence[LayoutReport]) -> list[str]:
     for layout in layouts:
         idle = [rank.rank for rank in layout.ranks if not rank.partition]
         if idle:
-            notes.append(f"layout {layout.layout}: ranks {some(idle)} hold no sample and stay idle")
+            those = (
+                f"rank {idle[0]} holds no sample and stays" if len(idle) == 1 else f"ranks {some(idle)} hold no sample and stay"
+            )
+            notes.append(f"layout {layout.layout}: {those} idle")
     return notes

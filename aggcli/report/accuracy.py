@@ -14,8 +14,9 @@ from aggcli.analysis.efficiency import FittedRun, ModeCurve, mode_curves
 from aggcli.analysis.histories import Floats, History, with_labels
 from aggcli.analysis.sigmoid import sigmoid
 from aggcli.analysis.statistics import Interval
+from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, folded, lone, plural
+from aggcli.report.base import NothingToDraw, folded, lone
 from aggcli.report.style import Look
 
 _FAINT = 1500

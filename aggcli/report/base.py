@@ -1,4 +1,4 @@
-"""What the figures share: panels in a grid, counted words, and the reason for a figure that cannot be made."""
+"""What the figures share: panels in a grid, and the reason for a figure that cannot be made."""
 
 from __future__ import annotations
 
@@ -41,8 +41,3 @@ def lone(values: np.ndarray) -> np.ndarray:
 def folded(text: str, width: int) -> str:
     """`text` in lines of at most `width` characters."""
     return textwrap.fill(text, width, break_on_hyphens=False)
-
-
-def plural(number: int, word: str) -> str:
-    """`1 run`, `2 runs`."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

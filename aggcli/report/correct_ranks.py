@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, folded, grid, plural
+from aggcli.report.base import NothingToDraw, folded, grid
 from aggcli.report.style import Look
 
 STATISTICS = ("correct/count", "correct/response_length", "correct/entropy")

@@ -12,8 +12,9 @@ from scipy.special import stdtrit
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.analysis.statistics import CONFIDENCE
 from aggcli.measurement.catalogue import describe
+from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, grid, lone, plural
+from aggcli.report.base import NothingToDraw, grid, lone
 from aggcli.report.style import MODE_COLOURS, OTHER_COLOUR
 
 CURVES = ("raw_reward", "correct/response_length", "incorrect/response_length", "pg_clipfrac", "ppo_kl", "grad_norm")

@@ -17,9 +17,10 @@ from matplotlib.ticker import MaxNLocator
 
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.measurement.catalogue import LENGTH_BINS, describe
+from aggcli.measurement.words import plural
 from aggcli.report import style
 from aggcli.report.accuracy import accuracy_by_tokens
-from aggcli.report.base import NothingToDraw, grid, lone, plural
+from aggcli.report.base import NothingToDraw, grid, lone
 from aggcli.report.correct_ranks import correct_by_rank
 from aggcli.report.curves import learning_curves
 from aggcli.report.findings import Findings, find

@@ -10,9 +10,11 @@ import numpy as np
 from aggcli.analysis.efficiency import FittedRun, fit_runs, mode_curves
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.analysis.histories import History, read_histories
-from aggcli.analysis.outcomes import Comparison, compare
-from aggcli.analysis.settings import SettingDifference, differences, labelled, warnings, without_duplicates
-from aggcli.analysis.verdict import Verdict, verdict
+from aggcli.analysis.outcomes import Comparison
+from aggcli.analysis.recorded import on_recorded_rollouts
+from aggcli.analysis.settings import SettingDifference, differences, labelled, warnings
+from aggcli.analysis.study import study
+from aggcli.analysis.verdict import Verdict
 
 MOST_FITS = 40
 """Curves are fitted to up to this many runs (a tenth of a second each)."""
@@ -22,15 +24,15 @@ MOST_FITS = 40
 class Findings:
     """`runs`: every run; `trained`: those that sampled their own rollouts, labelled by arm, each arm and seed once.
 
-    `comparison` and `verdict` are of the trained runs, None where there is none: recorded rollouts are the same under every
-    mode, so their accuracy says nothing about a mode. `differing`: settings and versions that are not the same in all runs.
+    `comparison` is of the trained runs, None where there is none, since the accuracy of recorded rollouts says nothing about a
+    mode; `verdict` is of the trained runs, else of all. `differing`: settings and versions that are not the same in all runs.
     """
 
     runs: tuple[History, ...]
     trained: tuple[History, ...]
     fitted: tuple[FittedRun, ...]
     comparison: Comparison | None
-    verdict: Verdict | None
+    verdict: Verdict
     differing: tuple[SettingDifference, ...]
     notes: tuple[str, ...]
 
@@ -47,23 +49,21 @@ def find(frames: Frames) -> Findings:
     by_directory = {run.directory: run for run in labelled(read)}
     own = {run.directory: rows(frames.metrics, run=run.label) for run in frames.runs}
     sampled = [
-        run
-        for run in read
-        if np.isfinite(numbers(own[run.directory], "rollout_step")).any() and not run.settings.get("rollouts")
+        run for run in read if np.isfinite(numbers(own[run.directory], "rollout_step")).any() and not on_recorded_rollouts(run)
     ]
-    trained, dropped = without_duplicates(labelled(sampled)) if sampled else ([], [])
-    comparison = compare(trained) if trained else None
+    found = study(read, sampled=sampled)
+    trained = () if found.recorded else found.runs
     differing = differences([replace(run, label=by_directory[run.directory].label) for run in read])
     fitted = fit_runs(trained) if 0 < len(trained) <= MOST_FITS else []
     many = [f"{len(trained)} runs: no curves are fitted to more than {MOST_FITS}"] if len(trained) > MOST_FITS else []
     return Findings(
         runs=tuple(read),
-        trained=tuple(trained),
+        trained=trained,
         fitted=tuple(fitted),
-        comparison=comparison,
-        verdict=verdict(comparison) if comparison else None,
+        comparison=None if found.recorded else found.comparison,
+        verdict=found.verdict,
         differing=tuple(differing),
-        notes=(*warnings(differing), *notes, *dropped, *(comparison.notes if comparison else ()), *many, *_refused(fitted)),
+        notes=(*warnings(differing), *notes, *found.notes, *many, *_refused(fitted)),
     )
 
 

@@ -11,8 +11,9 @@ from matplotlib.ticker import MaxNLocator
 
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.measurement.catalogue import describe
+from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, folded, grid, plural
+from aggcli.report.base import NothingToDraw, folded, grid
 from aggcli.report.style import Look
 
 GRADIENTS = ("gradient_ratio", "gradient_cosine")

@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, plural
+from aggcli.report.base import NothingToDraw
 
 ROUNDING = {"float64 rounding": 2.0**-52, "float32 rounding": 2.0**-23}
 """Relative spacing of numbers next to 1."""

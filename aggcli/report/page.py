@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 
 import aggcli
 from aggcli.analysis.frames import Frames
+from aggcli.measurement.words import plural
 from aggcli.records import read_manifest
 from aggcli.report import page_tables as tables
 from aggcli.report import style, verdicts
-from aggcli.report.base import plural
 from aggcli.report.findings import Findings
 from aggcli.report.markup import Markup, element, inline_svg, join, text
 
@@ -93,13 +93,13 @@ def _head(question: str, frames: Frames, directories: Sequence[Path]) -> Markup:
 
 
 def _verdict(frames: Frames, findings: Findings) -> Markup:
-    lines = [element("p", element("strong", verdicts.headline(findings)))]
-    points = [*verdicts.evidence(findings), *([] if findings.trained else verdicts.gradients(frames))]
-    if points:
-        lines.append(element("ul", *(element("li", point) for point in points)))
-    lines += [element("p", line) for line in verdicts.uncertainty(findings)]
-    layouts = verdicts.layouts(frames)
-    return element("div", *lines, *([element("p", layouts)] if layouts else []), class_="verdict", id="verdict")
+    parts = [element("p", element("strong", findings.verdict.headline))]
+    for heading, lines in findings.verdict.lists:
+        parts.append(element("p", f"{heading[:1].upper()}{heading[1:]}:"))
+        parts.append(element("ul", *(element("li", line) for line in lines)))
+    said = [*verdicts.uncertainty(findings), verdicts.layouts(frames, findings)]
+    parts += [element("p", line) for line in said if line]
+    return element("div", *parts, class_="verdict", id="verdict")
 
 
 def _section(at: str, heading: str, parts: Sequence[Markup]) -> Markup:

@@ -12,8 +12,9 @@ import numpy as np
 from aggcli.analysis.efficiency import efficiency, mode_curves
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.measurement.catalogue import METRICS, describe
-from aggcli.report.base import plural
-from aggcli.report.comparison_tables import ARROWS, Row, caption, curve_rows, number, rows_of
+from aggcli.measurement.words import plural
+from aggcli.report.comparison_rows import Row, curve_rows, number, rows_of
+from aggcli.report.comparison_tables import ARROWS, caption
 from aggcli.report.findings import Findings
 from aggcli.report.layout_deviation import layout_deviations
 from aggcli.report.markup import Cell, Markup, Number, element, join, table

@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, grid, plural
+from aggcli.report.base import NothingToDraw, grid
 from aggcli.report.style import Look
 
 _MOST_PANELS = 12

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aggcli.measurement.catalogue import describe, names
+from aggcli.measurement.words import plural
 
 Step = Mapping[str, Any]
 _NEGLIGIBLE = 1e-12
@@ -83,7 +84,7 @@ def _headline(head: Mapping[str, Any], steps: Sequence[Step]) -> Text:
     settings = head["settings"]
     high = settings["eps_clip_high"] if settings["eps_clip_high"] is not None else settings["eps_clip"]
     parts = [
-        f"{head['rollouts']} ({head['format']}), {len(steps)} optimizer step{'s' if len(steps) != 1 else ''}",
+        f"{head['rollouts']} ({head['format']}), {plural(len(steps), 'optimizer step')}",
         f"mode: {', '.join(head['modes'])}",
         f"advantages: {_one_of(step['advantages'] for step in steps)}",
         f"clip: {settings['eps_clip']:g} below, {high:g} above",
@@ -166,20 +167,38 @@ def _layout_table(steps: Sequence[Step], rules: Sequence[str]) -> Table:
 
 
 def _correct_table(steps: Sequence[Step], rule: str) -> Table:
-    """Correct samples under each layout: reduced by sum and count, and each rank's own count."""
-    table = _table("correct samples", "count", "mean length", "lengths", "count by rank")
+    """Correct samples under each layout: reduced by sum and count, and each rank's own count; means over several steps.
+
+    A column that is blank in every layout is left out: lengths are those of a single step, and only a few.
+    """
+    rows = []
     for layout in _layouts(steps, rule):
         found = [step["modes"][rule]["layouts"][layout] for step in steps if rule in step["modes"]]
         lengths = found[0].get("correct/lengths") if len(found) == 1 else None
-        ranks = [rank.get("correct/count") for rank in found[0]["ranks"]] if len(found) == 1 else []
-        table.add_row(
-            layout,
-            _text(_mean_of([values.get("correct/count") for values in found])),
-            _text(_mean_of([values.get("correct/response_length") for values in found])),
-            " ".join(map(str, lengths)) if lengths and len(lengths) <= 6 else "",
-            " + ".join(_text(count) for count in ranks),
+        rows.append(
+            (
+                layout,
+                _text(_mean_of([values.get("correct/count") for values in found])),
+                _text(_mean_of([values.get("correct/response_length") for values in found])),
+                " ".join(map(str, lengths)) if lengths and len(lengths) <= 6 else "",
+                _by_rank([values["ranks"] for values in found]),
+            )
         )
+    heads = ("correct samples", "count", "mean length", "lengths", "count by rank")
+    kept = [at for at in range(len(heads)) if at == 0 or any(row[at] for row in rows)]
+    table = _table(*(heads[at] for at in kept))
+    for row in rows:
+        table.add_row(*(row[at] for at in kept))
     return table
+
+
+def _by_rank(steps: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """`17.33 + 18`: what each rank counted, which comes to the count; blank where not every step has as many ranks."""
+    if len({len(ranks) for ranks in steps}) != 1:
+        return ""
+    return " + ".join(
+        _text(_mean_of([rank.get("correct/count") for rank in of_steps]), 4) for of_steps in zip(*steps, strict=True)
+    )
 
 
 def _skipped(steps: Sequence[Step]) -> Text | None:
@@ -236,29 +255,3 @@ def _text(value: float | None, digits: int = 6) -> str:
     if value is None:
         return ""
     return f"{0.0 if abs(value) < _NEGLIGIBLE else value:.{digits}g}"
-
-
-def inventory_table(steps: Sequence[Mapping[str, Any]]) -> Table:
-    """What each step of a source holds, one row a fact."""
-    shown = list(steps[:4])
-    table = _table("", *(str(step["source"]) for step in shown))
-    for name in shown[0]:
-        if name not in ("source", "computable", "skipped", "notes"):
-            table.add_row(name.replace("_", " "), *(_fact(step[name]) for step in shown))
-    if len(steps) > len(shown):
-        table.caption = f"the first {len(shown)} of {len(steps)} steps; --json shows all"
-    return table
-
-
-def _fact(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return _text(value)
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {count}" for name, count in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return str(value)

@@ -22,7 +22,7 @@ _HEADS = {
 def training_table(summary: Mapping[str, Any]) -> Table:
     """Final figures of each mode as mean and 95 % interval over seeds, and the paired difference to the baseline."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column(Text("after training"))
+    table.add_column(Text("after training"), no_wrap=True)
     for name in FIGURES.values():
         table.add_column(Text(_HEADS[name]), justify="right", overflow="fold")
     for mode, figures in summary["modes"].items():
@@ -38,7 +38,7 @@ def training_table(summary: Mapping[str, Any]) -> Table:
 def last_step_table(summary: Mapping[str, Any]) -> Table:
     """The numbers of the last optimizer step on recorded rollouts, modes side by side."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column(Text("last optimizer step"))
+    table.add_column(Text("last optimizer step"), no_wrap=True)
     modes = summary["modes"]
     for mode in modes:
         table.add_column(Text(mode), justify="right")

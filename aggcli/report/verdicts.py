@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.analysis.frames import Frames, numbers
 from aggcli.analysis.outcomes import Comparison
-from aggcli.report.base import plural
+from aggcli.analysis.tolerance import tolerance_of
+from aggcli.measurement.words import plural
 from aggcli.report.findings import Findings
 from aggcli.report.layout_deviation import layout_deviations
 
 ONE_SEED = "One seed: no interval and no test, so no difference can be shown; give more seeds."
-RECORDED = (
-    "The rollouts are recorded and the same under every mode, so nothing here says which mode learns better;"
-    " what differs is the gradient that they would give."
-)
-ROUNDING = 1e-9
-"""Relative differences between layouts below this are rounding of float64 sums; `aggcli run` fails above it."""
 
 
 def question(frames: Frames, findings: Findings) -> str:
@@ -32,35 +27,18 @@ def question(frames: Frames, findings: Findings) -> str:
     return f"{what} of the same rollouts, and does the layout change it?"
 
 
-def headline(findings: Findings) -> str:
-    """The verdict in one sentence."""
-    found = findings.verdict
-    if found is None:
-        return RECORDED
-    if not found.rankings:
-        return found.sentence
-    measure = "accuracy" if found.rankings[0].measure == "accuracy" else "raw reward"
-    if any(ranking.shown for ranking in found.rankings):
-        return f"A difference in {measure} is shown."
-    if findings.seeds == 1:
-        return ONE_SEED
-    return f"No difference in {measure} is shown."
-
-
-def evidence(findings: Findings) -> list[str]:
-    """A sentence per ranking, with differences, intervals and p-values; empty without one."""
-    if findings.verdict is None:
-        return []
-    return [_sentence(ranking.sentence) for ranking in findings.verdict.rankings]
-
-
 def uncertainty(findings: Findings) -> list[str]:
-    """What the numbers of the verdict are, and how far they can be believed."""
-    if findings.verdict is None or findings.comparison is None:
+    """What the numbers of the verdict are, and how far they can be believed; empty for recorded rollouts: nothing is tested."""
+    if findings.comparison is None:
         return []
     if not findings.verdict.rankings:
         return [ONE_SEED] if findings.seeds == 1 else []
     said = ["Modes are ranked by success at equal steps and at equal tokens, never by pg_loss, whose scale is the mode's own."]
+    if any(ranking.figure.endswith("_on_fresh_prompts") for ranking in findings.verdict.rankings):
+        said.append(
+            "At equal steps that is the accuracy at the end on prompts that no step trained on, the same for every mode of a"
+            " seed; at equal tokens it is that of the training rollouts, which are measured at every budget."
+        )
     if findings.seeds == 1:
         return said
     said.append(
@@ -75,39 +53,29 @@ def uncertainty(findings: Findings) -> list[str]:
     return said
 
 
-def gradients(frames: Frames) -> list[str]:
-    """Per run of a replay: how long its gradient is and where it points, against the baseline's."""
-    said = []
-    for run in frames.runs[1:]:
-        own = rows(frames.metrics, run=run.label)
-        ratio, cosine = (values[np.isfinite(values)] for values in (numbers(own, name) for name in _GRADIENTS))
-        if len(ratio) and len(cosine):
-            over = f"mean of {plural(len(ratio), 'step')}" if len(ratio) > 1 else "one step"
-            said.append(
-                f"{run.label}: its gradient is {ratio.mean():.3g} times as long as the baseline's, at a cosine of"
-                f" {cosine.mean():.3g} ({over})."
-            )
-    return said
-
-
-def layouts(frames: Frames) -> str:
-    """Whether the layout moved pg_loss, with the largest relative difference; empty where nothing could be compared."""
+def layouts(frames: Frames, findings: Findings) -> str:
+    """Whether the layout moved pg_loss, with the largest relative difference, by the limit of the dtype that each run recorded;
+    empty where nothing could be compared.
+    """
     found = layout_deviations(frames)
     if not len(found):
         return ""
-    worst = float(numbers(found, "deviation").max())
+    deviation = numbers(found, "deviation")
     names = len(set(found["layout"])) + len(set(found["reference"]) - set(found["layout"]))
     over = f"{plural(names, 'layout')}, {plural(len(found), 'comparison')}"
-    if worst == 0:
+    if deviation.max() == 0:
         return f"The layout changes nothing: pg_loss is the same to the last bit ({over})."
-    if worst < ROUNDING:
-        return f"The layout changes nothing but rounding: pg_loss differs by at most {worst:.1e}, relative ({over})."
-    if np.isinf(worst):
+    if np.isinf(deviation).any():
         return f"Some layouts have no pg_loss where others have one ({over})."
-    return f"A layout changes pg_loss by {worst:.1e}, relative ({over}); the figure of the layouts shows which."
-
-
-_GRADIENTS = ("gradient_ratio", "gradient_cosine")
+    settings = {run.directory: run.settings for run in findings.runs}
+    of_run = {run.label: tolerance_of(settings.get(run.directory, {})) for run in frames.runs}
+    limits = [of_run[label] for label in found["run"]]
+    worst = int((deviation / [limit for _, limit in limits]).argmax())
+    dtype, limit = limits[worst]
+    size = f"{deviation[worst]:.1e}, relative, where rounding of {dtype} explains {limit:g} ({over})"
+    if deviation[worst] > limit:
+        return f"A layout changes pg_loss by {size}; the figure of the layouts shows which."
+    return f"The layout changes nothing but rounding: pg_loss differs by at most {size}."
 
 
 def _floor(comparison: Comparison) -> float | None:
@@ -122,7 +90,3 @@ def _floor(comparison: Comparison) -> float | None:
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "."

@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from aggcli.analysis.frames import Frames, numbers, rows, token_weights
+from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, grid, plural
+from aggcli.report.base import NothingToDraw, grid
 from aggcli.report.style import Look
 
 EQUAL = 1e-6

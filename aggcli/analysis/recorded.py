@@ -1,0 +1,155 @@
+"""Runs on recorded rollouts, which are the same under every mode: what a mode changes there, and what it cannot.
+
+No mode moves the accuracy or the lengths of rollouts that somebody recorded, so those are not compared. What differs is the
+weight of each token, and the gradient that comes of it: means over the steps of these very rollouts, without a test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from aggcli.analysis.histories import History
+from aggcli.analysis.outcomes import Comparison, Outcome, arms_of, outcome_of
+from aggcli.analysis.run_figures import Common, Figure
+from aggcli.analysis.verdict import Verdict
+from aggcli.measurement.catalogue import LENGTH_BINS, describe
+from aggcli.measurement.words import plural
+from aggcli.records import METRICS, read_lines, read_manifest
+
+_LENGTHS = dict(zip(LENGTH_BINS, ("0-25 %", "25-50 %", "50-75 %", "75-100 %"), strict=True))
+_HEADS = {
+    "total_weight": "total weight (sum w)",
+    "effective_tokens": "effective tokens",
+    "grad_norm": "gradient norm",
+    "gradient_ratio": "gradient norm over the baseline's",
+    "gradient_cosine": "cosine to the baseline's gradient",
+    **{f"weight_share/length_{bin_}": f"weight on length {share}" for bin_, share in _LENGTHS.items()},
+    "weight_share/correct": "weight on correct rollouts",
+    "weight_share/incorrect": "weight on wrong rollouts",
+    "weight_share/positive_advantage": "weight on advantage > 0",
+    "weight_share/negative_advantage": "weight on advantage < 0",
+    "weight_share/zero_advantage": "weight on advantage = 0",
+}
+_OF_THE_POLICY = {"entropy_loss": "entropy of the policy", "kl_loss": "KL to the reference"}
+"""What a mode changes besides where a policy is trained on recorded rollouts."""
+RECORDED_FIGURES = {name: Figure(name, head, describe(name).unit, name) for name, head in {**_HEADS, **_OF_THE_POLICY}.items()}
+
+Lines = Mapping[int, Mapping[str, float | None]]
+"""Optimizer step -> its numbers."""
+
+
+def on_recorded_rollouts(run: History) -> bool:
+    """Whether the rollouts of a run were recorded before it (a replay, or `--train` on a dump), instead of sampled by it."""
+    return bool(run.settings.get("rollouts"))
+
+
+def is_replay(run: History) -> bool:
+    """Whether nothing was trained on the recorded rollouts."""
+    return not run.settings.get("train")
+
+
+def share_rollouts(runs: Iterable[History]) -> bool:
+    """Whether the runs of each seed have the same rollouts, as far as their steps, tokens, rewards and lengths can tell."""
+    found: dict[int, set[tuple[object, ...]]] = {}
+    for run in runs:
+        measured = (run.steps, run.tokens, *(run.measures[name] for name in ("accuracy", "raw_reward", "response_length")))
+        known = any(np.isfinite(values).any() for values in measured[1:])
+        name = None if known else str(run.settings.get("rollouts"))
+        found.setdefault(run.seed, set()).add((name, *(values.tobytes() for values in measured)))
+    return all(len(kinds) == 1 for kinds in found.values())
+
+
+def compare_recorded(runs: Sequence[History], baseline: str | None = None) -> Comparison:
+    """What each arm makes of its recorded rollouts: means over the steps, without pairs, since nothing was left to chance. A
+    figure that is 0 in every arm is left out.
+
+    `gradient_ratio` is made from the norms, of the steps that the baseline's run of that seed has too, where both have the same
+    rollouts; `gradient_cosine` is as it was recorded, where that was against the baseline's mode. Raises `SettingError` for a
+    baseline that is not among the labels, and `RecordError`.
+    """
+    arms = arms_of(runs, baseline)
+    base = next(iter(arms))
+    lines = {run.directory: {line["step"]: line for line in read_lines(run.directory / METRICS)} for run in runs}
+    of_seed = {run.seed: run for run in arms[base]}
+    outcomes: dict[str, dict[str, Outcome]] = {}
+    for label, own in arms.items():
+        values: dict[str, dict[int, float]] = {}
+        for run in own:
+            theirs = of_seed.get(run.seed)
+            against = lines[theirs.directory] if theirs is not None and share_rollouts([run, theirs]) else {}
+            cosine = theirs is not None and bool(against) and _baseline_of(run) == theirs.mode
+            for name, value in _means(lines[run.directory], against, cosine=cosine).items():
+                values.setdefault(name, {})[run.seed] = value
+        for name, found in values.items():
+            outcomes.setdefault(name, {})[label] = outcome_of(label, found, _steps(own))
+    names = _HEADS if all(map(is_replay, runs)) else RECORDED_FIGURES
+    ordered = {name: outcomes[name] for name in names if name in outcomes and any(one.mean for one in outcomes[name].values())}
+    return Comparison(base, tuple(arms), ordered, None, (), RECORDED_FIGURES)
+
+
+def _means(lines: Lines, against: Lines, *, cosine: bool) -> dict[str, float]:
+    """Name -> mean over the steps that have a number; without the names that none has."""
+    found: dict[str, list[float]] = {}
+    for step, line in lines.items():
+        norm, theirs = line.get("grad_norm"), against.get(step, {}).get("grad_norm")
+        values = {**{name: line.get(name) for name in RECORDED_FIGURES}, "gradient_ratio": None}
+        if norm is not None and theirs:
+            values["gradient_ratio"] = norm / theirs
+        if not cosine:
+            values["gradient_cosine"] = None
+        for name, value in values.items():
+            if value is not None:
+                found.setdefault(name, []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+
+
+def _baseline_of(run: History) -> str | None:
+    """The mode that a recording compared its gradients with: the first of its modes."""
+    modes = read_manifest(run.directory).get("modes")
+    return str(modes[0]) if isinstance(modes, list) and modes else None
+
+
+def _steps(runs: Sequence[History]) -> Common:
+    steps = np.unique(np.concatenate([run.steps for run in runs]))
+    return Common("steps", float(steps[0]), float(steps[-1]), int(steps.size))
+
+
+# -- in words -----------------------------------------------------------------------------------------------------------
+
+
+def recorded_verdict(comparison: Comparison, runs: Sequence[History]) -> Verdict:
+    """That these rollouts cannot tell which mode learns better, and how the modes' gradients on them differ."""
+    replays, several = all(map(is_replay, runs)), len(runs) > 1
+    kind = "These are replays of" if several else "This is a replay of"
+    if not replays:
+        kind = "These runs were trained on" if several else "This run was trained on"
+    which = "recorded rollouts, not all of them the same" if not share_rollouts(runs) else "the same recorded rollouts"
+    headline = (
+        f"{kind} {which if several else 'recorded rollouts'}: accuracy and length are properties of the rollouts, and no mode"
+        f" can change them; what the modes change is the weight of each token{'' if replays else ' and so the policy'}, see the"
+        " weights and gradients below."
+    )
+    lines = [_line(comparison, label) for label in comparison.labels if label != comparison.baseline]
+    steps = next((outcome.common for own in comparison.outcomes.values() for outcome in own.values() if outcome.common), None)
+    over = f", mean of {plural(steps.points, 'step')}" if steps else ""
+    return Verdict(headline, remarks=(f"against {comparison.baseline}{over}", tuple(filter(None, lines))))
+
+
+def _line(comparison: Comparison, label: str) -> str:
+    """`prompt_mean: its gradient is 0.102 times as long, at a cosine of 0.855; its weight lies on ...`; empty without any."""
+    ratio, cosine = (_mean(comparison, name, label) for name in ("gradient_ratio", "gradient_cosine"))
+    tokens, theirs = (_mean(comparison, "effective_tokens", one) for one in (label, comparison.baseline))
+    said = []
+    if ratio is not None:
+        said.append(f"its gradient is {ratio:.3g} times as long" + ("" if cosine is None else f", at a cosine of {cosine:.3g}"))
+    if tokens is not None and theirs is not None:
+        said.append(f"its weight lies on {tokens:.4g} effective tokens, {comparison.baseline}'s on {theirs:.4g}")
+    return f"{label}: {'; '.join(said)}" if said else ""
+
+
+def _mean(comparison: Comparison, figure: str, label: str) -> float | None:
+    found = comparison.outcomes.get(figure, {}).get(label)
+    return None if found is None else found.mean

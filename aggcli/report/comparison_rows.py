@@ -1,0 +1,168 @@
+"""Compared results as rows: one figure of one mode each, whatever the format that they are printed in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from aggcli.analysis.efficiency import EfficiencyPair, ModeCurve
+from aggcli.analysis.outcomes import Comparison, Outcome
+from aggcli.analysis.run_figures import Common
+from aggcli.analysis.statistics import Interval
+from aggcli.errors import SettingError, nearest
+from aggcli.measurement.words import plural
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of one mode. Numbers are as they were computed; None where there is nothing, or a single seed."""
+
+    figure: str
+    head: str
+    unit: str
+    better: str | None
+    where: str
+    mode: str
+    n: int
+    mean: float
+    std: float | None
+    low: float | None
+    high: float | None
+    interquartile_mean: float | None
+    baseline: str | None = None
+    pairs: int | None = None
+    compared_until: float | None = None
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
+    p: float | None = None
+    p_holm: float | None = None
+    sign_flip_p: float | None = None
+    sign_flip_floor: float | None = None
+    sign_flip_p_holm: float | None = None
+
+
+def rows_of(comparison: Comparison, precision: int = 4, sort_by: str | None = None, *, only_changed: bool = False) -> list[Row]:
+    """The comparison, a row per figure and mode, the baseline first or the best by figure `sort_by` first.
+
+    `only_changed` keeps the figures whose means differ between modes at this precision. Raises `SettingError` for an unknown
+    figure.
+    """
+    order = _order(comparison, sort_by)
+    rows = []
+    for name, outcomes in comparison.outcomes.items():
+        shown = [outcomes[label] for label in order if label in outcomes]
+        if not only_changed or len({number(outcome.mean, precision) for outcome in shown}) > 1:
+            rows += [_row(comparison, name, outcome) for outcome in shown]
+    return rows
+
+
+def curve_rows(curves: Mapping[str, ModeCurve], pairs: Sequence[EfficiencyPair], axis_unit: str) -> list[Row]:
+    """The fitted curves: A, B and C_mid of each mode over the seeds that have bent, and B under the pair's common A."""
+    rows = []
+    heads = (
+        ("curve/asymptote", "asymptote A of the fitted curve", "share", "higher"),
+        ("curve/exponent", "efficiency exponent B", "", "higher"),
+        ("curve/midpoint", f"{axis_unit} to half of the gain, C_mid", axis_unit, "lower"),
+    )
+    for name, head, unit, better in heads:
+        for label, curve in curves.items():
+            found: Interval | None = getattr(curve, name.removeprefix("curve/"))
+            if found is not None:
+                seeds = found.n + len(curve.refused)
+                where = f"bent in {found.n} of {plural(seeds, 'seed')}" if curve.refused else ""
+                rows.append(Row(name, head, unit, better, where, label, found.n, found.mean, None, found.low, found.high, None))
+    for pair in pairs:
+        found, flip = pair.ratio, pair.test.sign_flip
+        rows.append(
+            Row(
+                "curve/exponent_ratio",
+                f"B over {pair.baseline}'s under a common A",
+                "",
+                "higher",
+                f"A = {pair.asymptote:.4g}",
+                pair.label,
+                found.n,
+                found.mean,
+                None,
+                found.low,
+                found.high,
+                None,
+                p=pair.test.p,
+                p_holm=pair.p_holm,
+                sign_flip_p=flip and flip.p,
+                sign_flip_floor=flip and flip.floor,
+            )
+        )
+    return rows
+
+
+def number(value: float, precision: int) -> str:
+    """`value` to this many significant digits, without an exponent for large numbers: 123456.7 is 123500 at 4."""
+    if not math.isfinite(value):
+        return ""
+    digits = precision - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{round(value, digits):.0f}" if value and digits <= 0 else f"{value:.{precision}g}"
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _row(comparison: Comparison, name: str, outcome: Outcome) -> Row:
+    figure = comparison.figures[name]
+    head = figure.head if name != "tokens_to_accuracy" else f"tokens to accuracy {comparison.reach:g}"
+    base = Row(
+        name,
+        head,
+        figure.unit,
+        figure.better,
+        f"step {outcome.common.end:g}" if outcome.common and name == "tokens" else _where(outcome.common),
+        outcome.label,
+        len(outcome.values),
+        outcome.mean,
+        outcome.std,
+        outcome.low,
+        outcome.high,
+        outcome.interquartile_mean,
+    )
+    if outcome.pair is None:
+        return base
+    test = outcome.pair.test
+    flip = test.sign_flip
+    return Row(
+        **{
+            **vars(base),
+            "baseline": outcome.pair.baseline,
+            "pairs": test.difference.n,
+            "compared_until": outcome.pair.common and outcome.pair.common.end,
+            "difference": test.difference.mean,
+            "difference_low": test.difference.low,
+            "difference_high": test.difference.high,
+            "p": test.p,
+            "p_holm": outcome.pair.p_holm,
+            "sign_flip_p": flip and flip.p,
+            "sign_flip_floor": flip and flip.floor,
+            "sign_flip_p_holm": outcome.pair.sign_flip_holm,
+        }
+    )
+
+
+def _where(common: Common | None) -> str:
+    if common is None:
+        return ""
+    if common.axis == "tokens":
+        return f"mean from {common.start:,.0f} to {common.end:,.0f} tokens"
+    if common.axis == "end":
+        return f"after step {common.end:g}"
+    return f"mean of steps {common.start:g} to {common.end:g}" if common.start < common.end else f"step {common.end:g}"
+
+
+def _order(comparison: Comparison, sort_by: str | None) -> list[str]:
+    if sort_by is None:
+        return list(comparison.labels)
+    if sort_by not in comparison.outcomes:
+        raise SettingError(f"--sort-by {sort_by}: is not in the table{nearest(sort_by, comparison.outcomes)}")
+    outcomes = comparison.outcomes[sort_by]
+    sign = 1 if comparison.figures[sort_by].better == "lower" else -1
+    return sorted(comparison.labels, key=lambda label: sign * outcomes[label].mean if label in outcomes else math.inf)

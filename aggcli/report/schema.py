@@ -1,0 +1,332 @@
+"""The schema of what a run leaves on disk: every field of metrics.jsonl, layouts.jsonl, timings.jsonl and manifest.json.
+
+The numbers come from the metric catalogue, the settings from their types; the other fields are described here. Printed as
+Markdown and as JSON Schema (draft 2020-12), in which a field that is not described is refused.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from aggcli.config import FIELDS
+from aggcli.measurement.catalogue import METRICS, Metric, describe
+from aggcli.records import LAYOUTS, MANIFEST, SCHEMA, TIMINGS
+from aggcli.records import METRICS as METRICS_FILE
+
+Schema = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a record.
+
+    `schema`: its type as JSON Schema; `fields`: those of the object it holds, or of each object in its list; `pattern`: regular
+    expression of the keys where `name`, in angle brackets, stands for many; `required`: stands in every record.
+    """
+
+    name: str
+    schema: Schema
+    about: str
+    over: str = ""
+    unit: str = ""
+    required: bool = False
+    fields: tuple[Field, ...] = ()
+    pattern: str | None = None
+
+
+TEXT: Schema = {"type": "string"}
+FLAG: Schema = {"type": "boolean"}
+WHOLE: Schema = {"type": "integer"}
+NUMBER: Schema = {"type": "number"}
+BLANK: Schema = {"type": ["number", "null"]}
+"""A number that is null where nothing was measured, or where it is not finite."""
+OBJECT: Schema = {"type": "object"}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _one_of(*values: Any) -> Schema:
+    return {"enum": list(values)}
+
+
+# -- the numbers ----------------------------------------------------------------------------------------------------
+
+_COUNTED = frozenset({"rollouts", "prompt groups"})
+"""Units of numbers from the global view that are whole."""
+_OF_THE_MODE = frozenset({"masked-in tokens", "the mode's total weight", "the rollout step"})
+"""What numbers from the global view are over that only metrics.jsonl has: no layout could change them."""
+
+
+def _number(metric: Metric) -> Field:
+    whole = metric.reduction == "count" or (metric.reduction == "global" and metric.unit in _COUNTED)
+    return Field(metric.name, WHOLE if whole else BLANK, metric.about, metric.over, metric.unit)
+
+
+def _pass_at(ending: str, pattern: str) -> Field:
+    found = _number(describe(f"pass@8{ending}"))
+    over = f"for k = 8: {found.over}"
+    about = f"k = 1, 2, 4 and on by doubling; for k = 8: {found.about}"
+    return replace(found, name=f"pass@<k>{ending}", over=over, about=about, pattern=pattern)
+
+
+_PASS = (_pass_at("", "^pass@[0-9]+$"), _pass_at("/groups_left_out", "^pass@[0-9]+/groups_left_out$"))
+_IN_FORCE = (*map(_number, METRICS.values()), *_PASS)
+_REDUCED = (
+    *(_number(m) for m in METRICS.values() if m.reduction != "global" or m.over not in _OF_THE_MODE),
+    *_PASS,
+)
+_OF_A_RANK = tuple(_number(metric) for metric in METRICS.values() if metric.reduction != "global")
+
+# -- the lines of a step --------------------------------------------------------------------------------------------
+
+_HEAD = (
+    Field("step", WHOLE, "number of the optimizer step, from 0", "the run", required=True),
+    Field("rollout_step", WHOLE, "training: number of the rollout step that it belongs to, from 0", "the run"),
+    Field("source", TEXT, "replay: the recorded step, with its file", "the step"),
+    Field("mode", TEXT, "aggregation mode, or another framework's rule, in force", "the run", required=True),
+    Field("seed", WHOLE, "training: seed of everything drawn", "the run"),
+)
+_LAYOUT = Field("layout", TEXT, "layout that the numbers were measured under, as --layouts spells it", "the step")
+_LENGTHS = Field(
+    "correct/lengths",
+    _list(WHOLE),
+    "response lengths of the correct samples, sorted; with --log-correct-samples",
+    "correct samples",
+    "tokens",
+)
+_STEP = (
+    *_HEAD,
+    replace(_LAYOUT, about="replay: the layout in force, as --layouts spells it"),
+    *_IN_FORCE,
+    Field("advantages", TEXT, "replay: where the advantages come from", "the step"),
+    Field("empty", FLAG, "replay: whether the step has no masked-in token", "the step"),
+    Field("layout_deviation", BLANK, "replay: largest relative difference of any number between layouts", "the step's layouts"),
+    Field(
+        "skipped",
+        {"type": "object", "additionalProperties": TEXT},
+        "replay: metric (correct/* and pass@k stand for several) -> what it would need",
+        "the step",
+    ),
+    Field("notes", _list(TEXT), "replay: what looks like a fault but is none, in sentences", "the step"),
+)
+_RANK = (
+    Field("rank", WHOLE, "number of the data-parallel rank, from 0", "the layout", required=True),
+    *_OF_A_RANK,
+    Field("cp_tokens", _list(WHOLE), "replay: response tokens on each context-parallel rank", "the rank", "tokens"),
+    Field("partition", _list(WHOLE), "replay: positions, in the step, of its training samples, from 0", "the rank"),
+    _LENGTHS,
+)
+_STEP_IN_LAYOUT = (
+    *_HEAD,
+    replace(_LAYOUT, required=True),
+    Field(
+        "evaluated",
+        _one_of("in-process", "processes"),
+        "processes: each rank was a real one; in-process: its samples were measured here",
+        "the layout",
+        required=True,
+    ),
+    *_REDUCED,
+    _LENGTHS,
+    Field(
+        "ranks",
+        _list(OBJECT),
+        "each data-parallel rank's own: its share of a weighted number, its own mean, count, maximum or norm",
+        "the layout",
+        required=True,
+        fields=_RANK,
+    ),
+)
+_TIMING = (
+    replace(_HEAD[1], about="number of the rollout step, from 0", required=True),
+    Field(
+        "seconds", NUMBER, "what the step took, sampling included and writing not", "the runs of its process", "seconds", True
+    ),
+    Field("runs", WHOLE, "runs that the process trained as one stack", "the runs of its process", "runs", True),
+    Field("tokens", WHOLE, "response tokens", "the runs of its process", "tokens", True),
+)
+
+# -- the manifest ---------------------------------------------------------------------------------------------------
+
+
+def _setting(hint: Any) -> Schema:
+    """The JSON type of a setting, from its Python type; a tuple is written as a list."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return {"anyOf": [_setting(option) for option in options]}
+    if origin is Literal:
+        return _one_of(*options)
+    if origin is tuple:
+        return _list(TEXT)
+    return {bool: FLAG, int: WHOLE, float: NUMBER, str: TEXT, type(None): {"type": "null"}}[hint]
+
+
+_SETTINGS = {
+    "type": "object",
+    "properties": {name: _setting(hint) for name, hint in FIELDS.items()},
+    "additionalProperties": False,
+}
+_INTERVAL = (
+    Field("mean", BLANK, "mean", "seeds"),
+    Field("low", BLANK, "lower end of the 95 % Student-t interval; null for one seed", "seeds"),
+    Field("high", BLANK, "upper end of it", "seeds"),
+    Field("n", WHOLE, "number of seeds", "seeds", "seeds"),
+)
+_FIGURE = Field(
+    "<figure>",
+    {"type": ["object", "null"]},
+    "accuracy, a mean response length, or a number of the last optimizer step on recorded rollouts",
+    "runs of the mode",
+    fields=(
+        *_INTERVAL,
+        Field("difference", {"type": ["object", "null"]}, "to the baseline mode, paired by seed", "seeds", fields=_INTERVAL),
+    ),
+    pattern="^.",
+)
+_ENVIRONMENT = (
+    Field("aggcli", TEXT, "version of aggcli"),
+    Field("python", TEXT, "version of Python"),
+    Field("platform", TEXT, "operating system"),
+    Field("packages", {"type": "object", "additionalProperties": TEXT}, "package -> version"),
+    Field("git_commit", {"type": ["string", "null"]}, "commit of aggcli's checkout; null when installed from a package"),
+    Field("device", TEXT, "device of the policy; cpu in a replay"),
+    Field("cores", {"type": ["integer", "null"]}, "processor cores of the machine", "the machine", "cores"),
+    Field("threads", WHOLE, "threads of a torch operation", "the process", "threads"),
+)
+_PROMPTS = "fresh prompts"
+_EVALUATION = (
+    Field("accuracy", NUMBER, "share of right rollouts after training, one rollout a prompt", _PROMPTS, "share"),
+    Field("response_length", NUMBER, "mean response length", _PROMPTS, "tokens"),
+    Field("correct_response_length", BLANK, "mean response length of the right rollouts", _PROMPTS, "tokens"),
+    Field("incorrect_response_length", BLANK, "mean response length of the wrong rollouts", _PROMPTS, "tokens"),
+    Field("response_length_std", NUMBER, "standard deviation (n-1) of the response length", _PROMPTS, "tokens"),
+)
+_FINAL = (
+    Field("baseline", TEXT, "mode that the others are compared with"),
+    Field(
+        "modes",
+        OBJECT,
+        "mode -> figure -> number",
+        fields=(Field("<mode>", OBJECT, "figures of a mode", fields=(_FIGURE,), pattern="^."),),
+    ),
+    Field("missing", _list(TEXT), "runs that did not get there"),
+)
+_MANIFEST = (
+    Field("schema", {"const": SCHEMA}, "number of this schema", required=True),
+    Field("kind", _one_of("run", "comparison"), "a run, or a folder of several runs", required=True),
+    Field("runs", _list(TEXT), "comparison: folders of its runs, in their order"),
+    Field("mode", TEXT, "run: aggregation mode, or another framework's rule"),
+    Field("seed", WHOLE, "seed of everything drawn"),
+    Field("lr", NUMBER, "training run: learning rate in force"),
+    Field("lr_factor", NUMBER, "training run: lr over the setting lr; not 1 under --match grad-norm"),
+    Field("divisor", BLANK, "L in force of constant, or of a rule that divides by one", "the run", "tokens"),
+    Field("command", _one_of("run", "compare"), "command of aggcli that made it", required=True),
+    Field("arguments", _list(TEXT), "its arguments, as given", required=True),
+    Field("rollouts", TEXT, "replay: the rollouts, as named"),
+    Field("format", TEXT, "replay: format of the rollouts"),
+    Field("modes", _list(TEXT), "replay: modes and rules asked for"),
+    Field("max_response_length", WHOLE, "replay: what quarters of the response length are quarters of", "the run", "tokens"),
+    Field("response_limit", WHOLE, "training: most tokens of a response", "the run", "tokens"),
+    Field("settings", _SETTINGS, "every setting by name; `aggcli run --help` says what each means", required=True),
+    Field("config", TEXT, "the settings as TOML that --config reads", required=True),
+    Field("environment", OBJECT, "where it ran", required=True, fields=_ENVIRONMENT),
+    Field("ranks", WHOLE, "ranks that shared each run", "the run", "ranks"),
+    Field("processes", WHOLE, "training: processes that the runs were shared out to", "all runs", "processes"),
+    Field("status", _one_of("running", "done", "interrupted", "failed"), "how it ended, if it did", required=True),
+    Field("diverged", TEXT, "training run: when and why it trained no further"),
+    Field("evaluation", OBJECT, "training run: the policy after training", fields=_EVALUATION),
+    Field("final", OBJECT, "training: the figures that were printed at the end", fields=_FINAL),
+)
+
+FILES: Mapping[str, tuple[str, tuple[Field, ...]]] = {
+    METRICS_FILE: ("One JSON object a line, one line an optimizer step: the numbers under the layout in force.", _STEP),
+    LAYOUTS: (
+        "One JSON object a line, one line an optimizer step and layout: numbers reduced over its ranks, and each rank's own.",
+        _STEP_IN_LAYOUT,
+    ),
+    TIMINGS: (
+        "In training: one JSON object a line, one line a rollout step, on all runs that one process trained together.",
+        _TIMING,
+    ),
+    MANIFEST: ("One JSON object: what was run, with what and where, and how it ended.", _MANIFEST),
+}
+"""File -> what it holds, and its fields."""
+SHARED = "A number is null where nothing was measured, and left out where the rollouts or the settings do not give it."
+
+# -- JSON Schema ----------------------------------------------------------------------------------------------------
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of these files as one JSON Schema; `$defs` has one of a line of each, or of the manifest, by file."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"aggcli results, schema {SCHEMA}",
+        "description": SHARED,
+        "anyOf": [{"$ref": f"#/$defs/{name}"} for name in FILES],
+        "$defs": {name: {"description": about, **_object(fields)} for name, (about, fields) in FILES.items()},
+    }
+
+
+def _object(fields: Sequence[Field]) -> dict[str, Any]:
+    many = {field.pattern: _described(field) for field in fields if field.pattern is not None}
+    return {
+        "type": "object",
+        "properties": {field.name: _described(field) for field in fields if field.pattern is None},
+        **({"patternProperties": many} if many else {}),
+        "required": [field.name for field in fields if field.required],
+        "additionalProperties": False,
+    }
+
+
+def _described(field: Field) -> dict[str, Any]:
+    """A field's JSON Schema; unit and "over what" are annotations of our own."""
+    notes = {"description": field.about, "x-unit": field.unit, "x-over": field.over}
+    kind = field.schema
+    if field.fields and "items" in kind:
+        kind = _list(_object(field.fields))
+    elif field.fields:
+        kind = {**_object(field.fields), **kind}
+    return {**{name: note for name, note in notes.items() if note}, **kind}
+
+
+# -- Markdown -------------------------------------------------------------------------------------------------------
+
+
+def markdown() -> str:
+    """The schema as one Markdown table a file; the fields of an object stand below it, with its name before a dot."""
+    parts = [f"# Results on disk, schema {SCHEMA}\n\n{SHARED}\n"]
+    for name, (about, fields) in FILES.items():
+        rows = "\n".join(_rows(fields, ""))
+        parts.append(f"## `{name}`\n\n{about}\n\n| field | type | unit | over | meaning |\n|---|---|---|---|---|\n{rows}\n")
+    return "\n".join(parts)
+
+
+def _rows(fields: Sequence[Field], before: str) -> Iterator[str]:
+    for field in fields:
+        cells = (_type_of(field.schema), field.unit, field.over, field.about)
+        yield f"| `{before}{field.name}` | {' | '.join(map(_escaped, cells))} |"
+        yield from _rows(field.fields, f"{before}{field.name}.")
+
+
+def _type_of(schema: Schema) -> str:
+    if "enum" in schema:
+        return " or ".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
+    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if kinds == ["array"]:
+        return f"list of {_type_of(schema['items'])}s"
+    return " or ".join(kinds)
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown would read as markup, or as a table's cell border."""
+    for sign in ("\\", "*", "|", "<"):
+        text = text.replace(sign, "\\" + sign)
+    return text

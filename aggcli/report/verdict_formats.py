@@ -1,0 +1,64 @@
+"""A verdict for the terminal (80 columns), Markdown, LaTeX, JSON and one line at a time: the headline, and lists under it."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict
+from typing import Any
+
+from aggcli.analysis.verdict import Verdict
+
+
+def verdict_text(found: Verdict, width: int) -> str:
+    """For the terminal: paragraphs, and lists that are indented; a line that goes on is indented further."""
+    blocks = [_folded(found.headline, width, "", "")]
+    for heading, lines in found.lists:
+        listed = [_folded(line, width, "  ", "      ") for line in lines]
+        blocks.append("\n".join([_folded(f"{_sentence(heading)}:", width, "", ""), *listed]))
+    return "\n\n".join(blocks)
+
+
+def verdict_markdown(found: Verdict) -> str:
+    """Paragraphs and bullet lists."""
+    blocks = [found.headline]
+    for heading, lines in found.lists:
+        blocks += [f"{_sentence(heading)}:", "\n".join(f"- {line}" for line in lines)]
+    return "\n\n".join(filter(None, blocks))
+
+
+def verdict_comments(found: Verdict) -> str:
+    """LaTeX comments."""
+    return "\n".join(f"% {line}" for line in verdict_lines(found))
+
+
+def verdict_lines(found: Verdict) -> list[str]:
+    """The headline, then each heading and each line of its list."""
+    told = [found.headline]
+    for heading, lines in found.lists:
+        told += [f"{_sentence(heading)}:", *(f"- {line}" for line in lines)]
+    return told
+
+
+def verdict_json(found: Verdict) -> dict[str, Any]:
+    """`headline`, and `lines`: what is compared where, mode, word, difference, p-values and the text as it is printed; a line
+    without a test is its text alone.
+    """
+    lines: list[dict[str, Any]] = []
+    for ranking in found.rankings:
+        about = {"axis": ranking.axis, "figure": ranking.figure, "heading": ranking.heading, "baseline": ranking.baseline}
+        for standing in ranking.standings:
+            if standing.word != "baseline":
+                numbers = asdict(standing)
+                lines.append({**about, "mode": numbers.pop("label"), **numbers})
+    if found.remarks is not None:
+        heading, texts = found.remarks
+        lines += [{"heading": heading, "text": text} for text in texts]
+    return {"headline": found.headline, "lines": lines}
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _folded(text: str, width: int, first: str, then: str) -> str:
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)

@@ -1,0 +1,124 @@
+"""What the terminal shows at 80 columns: no broken word and no blank column; and notes in grammatical numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aggcli.measurement.words import plural
+from tests.cli import aggcli, write_jsonl
+
+
+@pytest.fixture(autouse=True)
+def _80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def samples(rights: str, group: int = 0, **fields: object) -> list[dict]:
+    """Samples of 2 tokens with a log-probability each, one for every letter: r for right, w for wrong."""
+    own = {"group_index": group, "response_length": 2, "rollout_log_probs": [-1.0, -2.0]}
+    return [{**own, "index": at, "reward": float(letter == "r"), **fields} for at, letter in enumerate(rights)]
+
+
+# -- inspect ----------------------------------------------------------------------------------------------------------
+
+
+def inspected(capsys: pytest.CaptureFixture[str], files: list[Path]) -> list[str]:
+    result = aggcli(capsys, "inspect", *files)
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    return lines
+
+
+def test_inspect_breaks_no_word_at_80_columns(capsys, tmp_path: Path) -> None:
+    files = [write_jsonl(tmp_path / f"{step}.pt.jsonl", samples("rw")) for step in range(3)]
+    (streams,) = (line for line in inspected(capsys, files) if line.startswith(" streams"))
+    assert streams.split() == ["streams", *["rollout_log_probs"] * 3]
+
+
+def test_inspect_shows_fewer_steps_where_their_names_are_long_and_says_how_many(capsys, tmp_path: Path) -> None:
+    files = [write_jsonl(tmp_path / f"completions_0000{step}.jsonl", samples("rw")) for step in range(3)]
+    lines = inspected(capsys, files)
+    (names,) = ([word for word in line.split() if word.startswith("(")] for line in lines if "(completions" in line)
+    assert names == ["(completions_00000.jsonl)", "(completions_00001.jsonl)"]
+    assert "2 of 3 steps shown; --json shows all" in map(str.strip, lines)
+
+
+def test_inspect_folds_a_name_that_is_longer_than_a_line_and_loses_none_of_it(capsys, tmp_path: Path) -> None:
+    lines = inspected(capsys, [write_jsonl(tmp_path / f"{'long' * 25}.jsonl", samples("rw"))])
+    table = lines[: next(at for at, line in enumerate(lines) if line.startswith(" samples"))]
+    assert f"({'long' * 25}.jsonl)" in "".join(line.strip() for line in table[1:])
+
+
+# -- correct samples --------------------------------------------------------------------------------------------------
+
+
+def correct_table(capsys: pytest.CaptureFixture[str], files: list[Path], output: Path) -> list[str]:
+    """The rows of the table of correct samples, the heads first."""
+    flags = ("--log-correct-samples", "--layouts", "dp1,dp2:contiguous")
+    result = aggcli(capsys, "compare", *(f"--rollouts={file}" for file in files), *flags, "--output", output)
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith(" correct samples"))
+    return [lines[start], *(line for line in lines[start + 2 : start + 6] if line.startswith(" dp"))]
+
+
+def test_the_correct_samples_of_several_steps_have_the_mean_count_of_each_rank_and_no_blank_column(
+    capsys, tmp_path: Path
+) -> None:
+    """Right are 2 + 1 of the two halves of one step and 1 + 0 of the other's: means 1.5 and 0.5, together 2."""
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", samples(name)) for name in ("rrwr", "rwww")]
+    heads, one, two = correct_table(capsys, files, tmp_path / "out")
+    assert heads.split("  ")[0] == " correct samples"
+    assert " ".join(heads.split()) == "correct samples count mean length count by rank"
+    assert one.split() == ["dp1", "2", "2", "2"]
+    assert two.split() == ["dp2:contiguous", "2", "2", "1.5", "+", "0.5"]
+
+
+def test_the_correct_samples_of_a_single_step_have_their_lengths(capsys, tmp_path: Path) -> None:
+    heads, one, two = correct_table(capsys, [write_jsonl(tmp_path / "a.jsonl", samples("rrwr"))], tmp_path / "out")
+    assert " ".join(heads.split()) == "correct samples count mean length lengths count by rank"
+    assert one.split() == ["dp1", "3", "2", "2", "2", "2", "3"]
+    assert two.split() == ["dp2:contiguous", "3", "2", "2", "2", "2", "2", "+", "1"]
+
+
+# -- numbers in words -------------------------------------------------------------------------------------------------
+
+
+def test_one_is_singular_and_any_other_number_plural() -> None:
+    assert [plural(n, "run") for n in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
+    assert [plural(n, "sample has", "samples have") for n in (1, 3)] == ["1 sample has", "3 samples have"]
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (
+            1,
+            [
+                "1 sample has no group_index",
+                "fully masked samples: 1; it counts in N and adds nothing",
+                "rank 3 holds no sample and",
+            ],
+        ),
+        (
+            2,
+            [
+                "2 samples have no group_index",
+                "fully masked samples: 2; they count in N and add nothing",
+                "ranks 4, 5 hold no sample and stay idle",
+            ],
+        ),
+    ],
+)
+def test_notes_are_grammatical_in_one_and_in_several(capsys, tmp_path: Path, left: int, said: list[str]) -> None:
+    """Of 2 + `left` samples `left` have no group and `left` are fully masked; the ranks are one or two more than samples."""
+    given = [*samples("rw"), *samples("r" * left, group_index=None, loss_mask=[0, 0])]
+    path = write_jsonl(tmp_path / "a.jsonl", [{**sample, "index": at} for at, sample in enumerate(given)])
+    layout = f"dp{len(given) + left}:contiguous"
+    result = aggcli(capsys, "compare", "--rollouts", path, "--layouts", layout, "--output", tmp_path / "out")
+    assert result.code == 0, result.err
+    for text in said:
+        assert text in result.err
