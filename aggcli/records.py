@@ -3,9 +3,15 @@
     manifest.json   schema number, command, arguments, resolved settings, versions, git commit, device, threads, seed, status
     metrics.jsonl   one line per optimizer step: the numbers under the layout in force
     layouts.jsonl   one line per optimizer step and layout: reduced numbers, and each rank's
+    timings.jsonl   in training, one line per rollout step: seconds it took, runs that shared them, their response tokens
     samples/        one Parquet file per optimizer step: the weight, length and reward of each training sample
+    tensorboard/    with --log-to: a mirror of metrics.jsonl, which nothing reads back (see `aggcli.sinks`); as is
+    trackio/        in the directory of the whole comparison
 
-Append-only and flushed line by line, so a killed run keeps what it had; strict JSON, null and never NaN.
+Append-only and flushed line by line, so a killed run keeps what it had; strict JSON, null and never NaN. A resumed run writes
+the lines that an undisturbed one would have, byte for byte; so what the clock says stands apart, in timings.jsonl. Its seconds
+are those of all runs that the process trains as one stack, sampling included and writing not; a run's own share is
+`seconds / runs`.
 """
 
 from __future__ import annotations
@@ -15,12 +21,13 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import orjson
 
@@ -31,7 +38,10 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
 LAYOUTS = "layouts.jsonl"
+TIMINGS = "timings.jsonl"
 SAMPLES = "samples"
+TENSORBOARD = "tensorboard"
+TRACKIO = "trackio"
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
@@ -79,9 +89,16 @@ def git_commit() -> str | None:
     return told.stdout.strip() or None if told.returncode == 0 else None
 
 
-OWN_FILES = (MANIFEST, METRICS, LAYOUTS, "checkpoint.safetensors")
-OWN_FOLDERS = (SAMPLES, "figures")
-"""What a results directory holds besides the run directories that its manifest names."""
+OWN_FILES = (MANIFEST, METRICS, LAYOUTS, TIMINGS, "checkpoint.safetensors")
+OWN_FOLDERS = {
+    SAMPLES: r"step-\d+\.parquet",
+    "figures": r".+\.(png|svg|pdf)|report\.html",
+    TENSORBOARD: r"events\.out\.tfevents\..+",
+    TRACKIO: r".+\.(db(-wal|-shm|-journal)?|lock)",
+}
+"""What a results directory holds besides the run directories that its manifest names: files, and folder -> files in it."""
+_BESIDE = r"(\.tmp|\.before-resume(-\d+)?)?"
+"""How the draft of a file ends, and the backup that a resumed run makes of it."""
 
 
 def check_output(wanted: Path | None, *, overwrite: bool) -> None:
@@ -100,7 +117,7 @@ def check_output(wanted: Path | None, *, overwrite: bool) -> None:
             raise RecordError(f"--output {wanted}: already holds something; choose another folder or give --overwrite")
         if wanted.is_symlink() or not (wanted / MANIFEST).is_file():
             raise RecordError(f"--output {wanted}: holds no {MANIFEST}, so it is not a results directory; choose another")
-        foreign = [str(path) for folder in (wanted, *_run_folders(wanted)) for path in _foreign(folder, wanted)]
+        _, foreign = contents(wanted)
     except OSError as error:
         raise RecordError(f"--output {wanted}: cannot be read ({error.strerror or error})") from error
     if foreign:
@@ -109,18 +126,29 @@ def check_output(wanted: Path | None, *, overwrite: bool) -> None:
         )
 
 
-def _run_folders(directory: Path) -> list[Path]:
-    return [directory / name for name in read_manifest(directory).get("runs", []) if (directory / name).is_dir()]
+def contents(directory: Path) -> tuple[list[Path], list[Path]]:
+    """The files in a results directory that aggcli wrote, and whatever else stands in it; both sorted.
 
-
-def _foreign(folder: Path, root: Path) -> list[Path]:
-    """What stands in a results folder and is not aggcli's own."""
-    own_folders = {*OWN_FOLDERS, *(path.relative_to(folder).parts[0] for path in _run_folders(root) if folder in path.parents)}
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if (path.name not in own_folders if path.is_dir() else not path.name.startswith(OWN_FILES))
-    ]
+    A link is never aggcli's and is not followed; of a folder that is not aggcli's only the folder itself is named. Raises
+    `RecordError` for a folder without a readable manifest, `OSError` for one that cannot be listed.
+    """
+    runs = [directory / name for name in read_manifest(directory).get("runs", [])]
+    with_records = {directory, *runs}
+    own_folders = with_records | {parent for run in runs for parent in run.parents if directory in parent.parents}
+    own_file = rf"({'|'.join(map(re.escape, OWN_FILES))}){_BESIDE}"
+    own, foreign, folders = [], [], [directory]
+    while folders:
+        folder = folders.pop()
+        files = own_file if folder in with_records else OWN_FOLDERS.get(folder.name)
+        for path in folder.iterdir():
+            if path.is_symlink():
+                foreign.append(path)
+            elif path.is_dir():
+                known = path in own_folders or (folder in with_records and path.name in OWN_FOLDERS)
+                (folders if known else foreign).append(path)
+            else:
+                (own if files and re.fullmatch(files, path.name) else foreign).append(path)
+    return sorted(own), sorted(foreign)
 
 
 def fresh_directory(wanted: Path | None, default_name: str, *, overwrite: bool) -> Path:
@@ -147,30 +175,65 @@ def _first_free(folder: Path, name: str) -> Path:
     return path
 
 
+class Sink(Protocol):
+    """A mirror of metrics.jsonl; see `aggcli.sinks`."""
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Take one line of metrics.jsonl."""
+        ...
+
+    def close(self) -> None: ...
+
+
+OpenSinks = Callable[[Path, Mapping[str, Any]], Sequence[Sink]]
+"""(run directory, manifest) -> its sinks, which hold the steps that its metrics.jsonl holds."""
+
+
+def no_sinks(directory: Path, manifest: Mapping[str, Any]) -> Sequence[Sink]:
+    """Records without a mirror."""
+    return ()
+
+
 class RunWriter:
     """Writes one run directory. Opened before the work starts; every line is on disk before the next step begins.
 
     With `resume_at`, goes on in a directory that a run has left: lines of rollout steps from that one on are cut off (a backup
-    keeps them), and what comes is appended.
+    keeps them), and what comes is appended. `timed`: the run has rollout steps, which `timing` records.
     """
 
-    def __init__(self, directory: Path, manifest: Mapping[str, Any], resume_at: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Mapping[str, Any],
+        resume_at: int | None = None,
+        open_sinks: OpenSinks = no_sinks,
+        *,
+        timed: bool = False,
+    ) -> None:
         self.directory = directory
         self.manifest = {"schema": SCHEMA, **manifest}
         directory.mkdir(parents=True, exist_ok=True)
         write_manifest(directory, {**self.manifest, "status": "running"})
+        names = (METRICS, LAYOUTS, TIMINGS) if timed else (METRICS, LAYOUTS)
         if resume_at is not None:
-            for name in (METRICS, LAYOUTS):
+            for name in names:
                 cut_off(directory / name, resume_at)
+        self._sinks = open_sinks(directory, self.manifest)
         mode = "x" if resume_at is None else "a"
-        self._metrics: TextIO = (directory / METRICS).open(mode, encoding="utf-8")
-        self._layouts: TextIO = (directory / LAYOUTS).open(mode, encoding="utf-8")
+        self._files: dict[str, TextIO] = {name: (directory / name).open(mode, encoding="utf-8") for name in names}
 
     def step(self, metrics: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]]) -> None:
         """Append one optimizer step."""
         for layout in layouts:
-            _append(self._layouts, layout)
-        _append(self._metrics, metrics)
+            _append(self._files[LAYOUTS], layout)
+        _append(self._files[METRICS], metrics)
+        for sink in self._sinks:
+            sink.step(metrics)
+
+    def timing(self, rollout_step: int, seconds: float, runs: int, tokens: int) -> None:
+        """Append what one rollout step of the run's stack took: seconds, and the runs and response tokens they went into."""
+        line = {"rollout_step": rollout_step, "seconds": seconds, "runs": runs, "tokens": tokens}
+        _append(self._files[TIMINGS], line)
 
     def samples(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
         """Write the per-sample columns of one optimizer step."""
@@ -185,9 +248,11 @@ class RunWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._metrics.close()
-        self._layouts.close()
+        for file in self._files.values():
+            file.close()
         write_manifest(self.directory, {**self.manifest, "status": ended(error)})
+        for sink in self._sinks:
+            sink.close()
 
 
 def cut_off(path: Path, step: int) -> None:
@@ -239,6 +304,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecordError(f"{directory}: is not a results directory (no readable {MANIFEST})") from error
+    if not isinstance(manifest, dict):
+        raise RecordError(f"{directory}: is not a results directory ({MANIFEST} holds no JSON object)")
     if manifest.get("schema") != SCHEMA:
         raise RecordError(f"{directory}: has schema {manifest.get('schema')}, this version reads {SCHEMA}")
     return manifest

@@ -20,6 +20,7 @@ from aggcli.cli.modes import modes
 from aggcli.cli.options import GroupedCommand
 from aggcli.cli.plot import plot
 from aggcli.cli.run import run
+from aggcli.cli.runs import runs
 from aggcli.errors import AggcliError, ExitCode
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 for command in (run, compare, plot, audit, inspect, convert, modes, env):
     app.command(cls=GroupedCommand)(command)
+app.add_typer(runs, name="runs")
 
 
 def _version(wanted: bool) -> None:
