@@ -20,6 +20,7 @@ from typing import Any, Literal
 from aggcli.errors import SettingError, nearest
 
 MODES: tuple[str, ...] = ("sample_mean", "prompt_mean", "token_mean", "constant")
+SINKS: tuple[str, ...] = ("tensorboard", "trackio")
 RULES_ELSEWHERE: tuple[str, ...] = ("areal", "balanced", "delta-l", "prime-rl", "tinker")
 """Rules of other frameworks and of papers whose name has no colon."""
 DEFAULT_LAYOUTS: tuple[str, ...] = ("dp1:first-fit", "dp2:interleaved", "dp2:contiguous", "dp4:balanced")
@@ -224,6 +225,8 @@ class TrainingConfig:
     """Initial parameters (safetensors); default: the task's own supervised warm start, made and cached where not shipped."""
     device: str = "auto"
     """cpu, cuda, cuda:1 or auto (cuda where there is one)."""
+    processes: int | None = None
+    """Processes that share the runs of a small policy on CPU; default one a core, at most one a run; a run stays in one."""
     checkpoint_every: int = 20
     """Rollout steps between checkpoints."""
     layout_records: bool = True
@@ -254,6 +257,9 @@ class RunConfig:
     default: the longest response in the source."""
     log_correct_samples: bool = False
     """Record the sorted response lengths of the correct samples of each rank too."""
+    log_to: tuple[str, ...] = ()
+    """Mirror metrics.jsonl as it is written: `tensorboard` into tensorboard/ of each run, `trackio` into trackio/ of the
+    results directory (look at it with TRACKIO_DIR set to that). Each needs its extra, as in aggcli[tensorboard]."""
 
 
 def settings_from(given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> RunConfig:
@@ -298,6 +304,9 @@ def _check(config: RunConfig, asked: Mapping[str, object]) -> None:
     for mode in config.modes or ():
         if not _may_be_a_rule(mode):
             raise SettingError(f"--modes: unknown loss aggregation '{mode}'{nearest(mode, MODES)}")
+    for name in config.log_to:
+        if name not in SINKS:
+            raise SettingError(f"--log-to {name}: is not known{nearest(name, SINKS)}")
     check_divisor(objective.loss_aggregation_divisor)
     _need("eps_clip", objective.eps_clip, 0 < objective.eps_clip < 1, "above 0 and below 1")
     if objective.eps_clip_high is not None:
@@ -351,7 +360,7 @@ def _check_training(training: TrainingConfig, rollouts: tuple[str, ...]) -> None
     if training.train and not rollouts:
         raise SettingError("--train trains on recorded rollouts: give --rollouts PATH, or leave --train out to train on --task")
     whole = ("steps", "rollout_batch_size", "n_samples_per_prompt", "num_iterations", "checkpoint_every")
-    for name in (*whole, "task_digits", "dynamic_sampling_rounds", "layers", "width", "heads", "seeds"):
+    for name in (*whole, "task_digits", "dynamic_sampling_rounds", "layers", "width", "heads", "seeds", "processes"):
         value = getattr(training, name)
         _need(name, value, value is None or value >= 1, "at least 1")
     for name in ("temperature", "lr", "adam_eps"):

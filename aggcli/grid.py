@@ -16,11 +16,13 @@ from aggcli.layout.schedule import Layout
 from aggcli.layout.steps import layouts_of
 from aggcli.measurement.local import is_correct
 from aggcli.objective.presets.registry import find_rule
+from aggcli.policy.groups import SMALL_WIDTH
 from aggcli.policy.sampling import sample, uniforms
 from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, shapes, stacked
 from aggcli.policy.warm_start import default_policy, load_policy, starting_policy
 from aggcli.rollouts.sources import open_source
 from aggcli.tasks import Task, make_task
+from aggcli.team import can_fork
 from aggcli.training.forward import make_forward
 from aggcli.training.loop import Trainer
 from aggcli.training.recorded import Recorded, RecordedSampler, prepared, supervised
@@ -152,6 +154,14 @@ def takes_divisor(mode: str) -> bool:
     """Whether a mode, or another framework's rule, divides by a constant."""
     preset = find_rule(mode).preset
     return preset.needs_divisor or bool(preset.divisor_is)
+
+
+def processes_of(setup: Setup, runs: int, world: World, before: int | None = None) -> int:
+    """How many processes share the runs, where policies are small, on CPU and not on ranks: those asked for, else as many as
+    `before` (a resumed stack goes on to the bit only on as many), else one a core."""
+    if world.size > 1 or setup.device.type != "cpu" or setup.policy.width >= SMALL_WIDTH or not can_fork():
+        return 1
+    return min(setup.config.training.processes or before or torch.get_num_threads(), runs)
 
 
 def trainer_of(setup: Setup, runs: Sequence[RunSpec], world: World) -> Trainer:

@@ -9,9 +9,9 @@ from torch import Tensor
 from aggcli.errors import SettingError
 from aggcli.policy import log_probs
 from aggcli.policy import warm_start as warm
+from aggcli.policy.groups import groups_of, threads_for
 from aggcli.policy.log_probs import response_log_probs
 from aggcli.policy.packing import pack
-from aggcli.policy.parallel import groups_of
 from aggcli.policy.transformer import (
     Parameters,
     PolicyConfig,
@@ -150,47 +150,26 @@ def test_a_run_of_a_stack_is_the_run_alone_and_so_are_its_gradients():
             torch.testing.assert_close(slope[part], own, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_groups_of_runs_in_threads_compute_what_one_group_computes(threads: int, monkeypatch: pytest.MonkeyPatch):
-    parameters, (tokens_RBL, length_RB) = policies(7), rows_of(7)
-    length_RB[:, 2] = 9
-    length_RB[3, 2] = 11  # the longest is in one group only
-
-    def everything(most: int) -> list[Tensor]:
-        monkeypatch.setattr(log_probs, "RUNS_AT_ONCE", most)
-        with torch.no_grad():
-            plain, entropy = response_log_probs(parameters, CONFIG, tokens_RBL, PROMPT, length_RB, entropy=True)
-        assert entropy is not None
-        assert not plain.requires_grad
-        return [plain, entropy, *gradients(parameters, tokens_RBL, length_RB, PROMPT, torch.arange(1.0, 8.0))]
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    whole = everything(7)
-    torch.set_num_threads(threads)
-    try:
-        grouped = everything(2)
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
-    for one, other in zip(whole, grouped, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(
-    ("runs", "most", "threads", "sizes"),
-    [(1, 4, 2, [1]), (2, 4, 2, [1, 1]), (20, 4, 2, [3, 3, 4, 3, 3, 4]), (20, 4, 1, [4] * 5), (3, 8, 4, [1, 1, 1])],
+    ("runs", "most", "sizes"), [(1, 4, [1]), (2, 4, [2]), (20, 8, [6, 7, 7]), (20, 4, [4] * 5), (3, 1, [1] * 3)]
 )
-def test_runs_are_spread_evenly_over_threads(runs: int, most: int, threads: int, sizes: list[int]):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        groups = groups_of(runs, most, torch.device("cpu"))
-    finally:
-        torch.set_num_threads(before)
+def test_runs_are_cut_into_even_groups(runs: int, most: int, sizes: list[int]):
+    groups = groups_of(runs, most, torch.device("cpu"))
     assert [group.stop - group.start for group in groups] == sizes
     assert [group.start for group in groups] == [sum(sizes[:i]) for i in range(len(sizes))]
     assert groups_of(runs, most, torch.device("cuda")) == [slice(0, runs)]
+
+
+@pytest.mark.parametrize(("width", "threads"), [(64, 1), (255, 1), (256, 2)])
+def test_small_policies_have_one_thread_an_operation_and_the_others_those_there_are(width: int, threads: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with threads_for(width):
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_gradients_of_packed_rows_are_those_of_padded_rows():

@@ -97,13 +97,10 @@ def test_a_run_of_a_stack_samples_what_it_samples_alone():
         assert_same(alone, part)
 
 
-def test_groups_of_runs_in_threads_sample_what_one_group_samples(monkeypatch: pytest.MonkeyPatch):
+def test_groups_of_runs_sample_what_one_group_samples(monkeypatch: pytest.MonkeyPatch):
     parameters, prompts, noise = policies(5), prompts_of(5, 4), noise_of(5, 24)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     whole = drawn(parameters, prompts, noise)
     monkeypatch.setattr(sampling, "RUNS_AT_ONCE", 2)
-    assert_same(whole, drawn(parameters, prompts, noise))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert_same(whole, drawn(parameters, prompts, noise))
 
 

@@ -36,6 +36,12 @@ def test_every_layout_ends_with_the_parameters_and_metrics_of_one_rank(trained, 
     assert entry["ranks"] == 0.0, "ranks must hold the same parameters to the bit"
 
 
+def test_bfloat16_under_context_parallelism_moves_the_parameters_where_one_rank_moves_them(trained) -> None:
+    entry = trained["bfloat16", "all", "dp1cp2"]
+    assert entry["moved"] > 1e-4
+    assert 0 < max(entry["parameters"].values()) < 0.2 * entry["moved"], "autocast rounds, and that is all it does"
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_runs_that_are_compared_have_moved_and_the_modes_have_parted(trained, recipe: str) -> None:
     entry = trained[recipe, "all", "dp1"]

@@ -27,7 +27,15 @@ FILES = ("metrics.jsonl", "layouts.jsonl")
 
 
 def _command(output: Path, *more: str) -> list[str]:
-    fixed = ["compare", f"--modes={','.join(MODES)}", "--seeds=1", *FLAGS, f"--steps={STEPS}", "--checkpoint-every=3"]
+    fixed = [
+        "compare",
+        f"--modes={','.join(MODES)}",
+        "--seeds=1",
+        *FLAGS,
+        f"--steps={STEPS}",
+        "--checkpoint-every=3",
+        "--processes=2",
+    ]
     return [sys.executable, "-m", "aggcli", *fixed, f"--output={output}", *more]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from aggcli.policy.sampling import uniforms
 from aggcli.policy.transformer import stacked
+from aggcli.training import step
 from aggcli.training.rollout import Rollouts, Sampler
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE
@@ -52,6 +53,16 @@ def test_the_runs_of_the_stack_end_in_eight_different_places(together: Trained) 
     for at in range(8):
         others = torch.cat([together.flat_RP[:at], together.flat_RP[at + 1 :]])
         assert (others - together.flat_RP[at]).abs().amax(1).min() > 1e-5
+
+
+def test_groups_of_runs_compute_what_one_group_computes(together: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stack of eight is two groups of four; here it is one of eight, and then groups of three, three and two."""
+    for most in (8, 3):
+        monkeypatch.setattr(step, "RUNS_AT_ONCE", most)
+        other = train(SETUP, _eight())
+        assert (other.flat_RP - together.flat_RP).abs().max() < 1e-10
+        for run in other.trainer.runs:
+            assert largest_difference(other.values(run.name), together.values(run.name)) < 1e-10
 
 
 def _rollouts(runs: list[RunSpec], step: int = 0, **settings: object) -> Rollouts:

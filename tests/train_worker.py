@@ -110,6 +110,12 @@ def main(output: Path) -> None:
         if world.is_root:
             against = _against(done, base.setdefault(recipe, done))
             found.append({"recipe": recipe, "cut": cut, "layout": layout, "ranks": max(spread), **against})
+    for layout, (dp, cp) in {"dp1": (1, 1), "dp1cp2": (1, 2)}.items():
+        if world.rank < dp * cp:
+            setup = setup_of(dtype="bfloat16", dp=dp, cp=cp, steps=2, layout_records=False, optimizer="sgd", lr=0.1)
+            done = train(setup, runs_of(setup), worlds[dp * cp])
+            against = _against(done, base.setdefault("bfloat16", done))
+            found.append({"recipe": "bfloat16", "cut": "all", "layout": layout, **against})
     if world.is_root:
         output.write_text(json.dumps(found))
     leave(world)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def progress_of(steps: int, done: int) -> Iterator[Callable[[TrainedStep], None]]:
-    """A function to show each finished step; silent when stderr is not a terminal."""
-    if not sys.stderr.isatty():
+def progress_of(steps: int, done: int, shown: bool) -> Iterator[Callable[[TrainedStep], None]]:
+    """A function to show each finished step; silent when stderr is not a terminal, and where it is not to be shown."""
+    if not shown or not sys.stderr.isatty():
         yield lambda step: None
         return
     from rich.console import Console

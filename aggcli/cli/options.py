@@ -28,7 +28,7 @@ _PANELS = {
     "RunConfig": "Settings",
     "SyntheticConfig": "Synthetic rollouts (--rollouts synthetic)",
 }
-_LISTS = ("layouts", "modes")
+_LISTS = ("layouts", "modes", "log_to")
 """Lists written with commas; `--rollouts` is repeated instead, since a path may hold a comma."""
 
 ConfigOption = Annotated[

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from aggcli.analysis.tolerance import TOLERANCE
 from aggcli.cli.console import invocation, out, progress, say
 from aggcli.config import MODES, RunConfig, to_flat, to_toml
 from aggcli.errors import CheckFailed, ExitCode, SettingError, some
@@ -17,10 +18,9 @@ if TYPE_CHECKING:
     from aggcli.records import RunWriter
     from aggcli.replay import Replay, StepReport
     from aggcli.rollouts.batch import RolloutBatch
+    from aggcli.sinks import Sinks
     from aggcli.world import World
 
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-4}
-"""Largest relative difference between layouts that rounding can explain; beyond it a layout changed a number."""
 MOST_NOTES = 12
 
 
@@ -43,9 +43,11 @@ class Request:
 
 def replay_command(request: Request) -> int:
     """Start or join ranks where there is more than one, and replay at the root. Returns the exit code."""
+    from aggcli import sinks
     from aggcli import world as worlds
     from aggcli.measurement.ranks import dismiss, serve
 
+    sinks.need(request.config.log_to)
     layout = request.config.layout
     ranks = layout.dp * layout.cp
     if not worlds.was_started_by_torchrun():
@@ -183,6 +185,7 @@ class Recorder:
         self.request, self.replay, self.head = request, replay, head
         self.directory: Path | None = None
         self.writers: dict[str, RunWriter] = {}
+        self.sinks: Sinks | None = None
 
     def write(self, report: StepReport) -> None:
         """Record one optimizer step under every rule that it has."""
@@ -195,13 +198,16 @@ class Recorder:
     def _opened(self, rule: str) -> RunWriter:
         """The writer of a rule: of the directory itself for `run`, of one inside it for `compare`."""
         from aggcli import records
+        from aggcli.sinks import Sinks
 
-        if self.directory is None:
+        if self.directory is None or self.sinks is None:
             name = f"{self.request.command}-{rule}" if self.request.command == "run" else self.request.command
             self.directory = records.fresh_directory(self.request.output, name, overwrite=self.request.overwrite)
+            self.sinks = Sinks(self.request.config.log_to, self.directory)
         compares = self.request.command == "compare"
         place = self.directory / rule if compares else self.directory
-        self.writers[rule] = records.RunWriter(place, {"kind": "run", "mode": rule, **self._facts(rule)})
+        facts = {"kind": "run", "mode": rule, **self._facts(rule)}
+        self.writers[rule] = records.RunWriter(place, facts, open_sinks=self.sinks.of_run)
         if compares:
             self._comparison("running")
         return self.writers[rule]

@@ -6,20 +6,23 @@ import dataclasses
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aggcli.analysis.tolerance import TOLERANCE
+from aggcli.cli import recording
 from aggcli.cli.console import invocation, out, say
-from aggcli.cli.replaying import TOLERANCE, counted_in, fitted_to_launcher
-from aggcli.config import RunConfig, to_flat, to_toml
+from aggcli.cli.replaying import counted_in, fitted_to_launcher
+from aggcli.config import RunConfig
 from aggcli.errors import AggcliError, CheckFailed, ExitCode, RecordError, SettingError
 
 if TYPE_CHECKING:
     from aggcli.grid import Evaluation, Setup
     from aggcli.records import RunWriter
-    from aggcli.training.loop import Diverged, Trainer
+    from aggcli.team import Team
+    from aggcli.training.loop import Diverged, TrainedStep, Trainer
     from aggcli.training.stack import RunSpec
     from aggcli.world import World
 
@@ -66,10 +69,11 @@ def training_command(request: TrainingRequest) -> int:
 
 def _refuse(request: TrainingRequest) -> None:
     """Refuse settings that training cannot use, before anything is started."""
-    from aggcli import grid
+    from aggcli import grid, sinks
     from aggcli.layout.steps import layouts_of
 
     config, objective, training = request.config, request.config.objective, request.config.training
+    sinks.need(config.log_to)
     if objective.custom_pg_loss_reducer_function_path:
         raise SettingError(
             "--custom-pg-loss-reducer-function-path: training weighs tokens by --loss-aggregation; a reducer of your own can be"
@@ -92,8 +96,34 @@ def _refuse(request: TrainingRequest) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands: a rank of a world that shares every run, or a member of a team that shares the runs out."""
+
+    world: World
+    team: Team
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the process that tells the user, and keeps what is the whole stack's."""
+        return self.world.is_root and self.team.is_root
+
+
+@dataclass
+class Outcome:
+    """How the share of one process went: the worst layout deviation, runs that diverged, steps without a signal, and each
+    finished run on fresh prompts."""
+
+    deviation: float = 0.0
+    diverged: list[str] = dataclasses.field(default_factory=list)
+    silent_steps: int = 0
+    final: dict[str, Evaluation] = dataclasses.field(default_factory=dict)
+
+
 def _train(request: TrainingRequest, world: World) -> int:
     from aggcli import grid
+    from aggcli.policy.groups import threads_for
+    from aggcli.team import together
     from aggcli.training.checkpoint import load
 
     setup = grid.set_up(request.config)
@@ -101,65 +131,108 @@ def _train(request: TrainingRequest, world: World) -> int:
     runs = grid.runs_of(request.config, request.modes, request.seeds, setup.response_limit)
     if request.command == "run":
         runs = [dataclasses.replace(run, name=".") for run in runs]
-    directory = _directory(request, world)
+    directory = recording.directory_of(request, world)
     checkpoint = load(directory) if request.resume else None
-    if request.config.training.match == "grad-norm":
-        runs = grid.matched_rates(setup, runs, world)
-    trainer = grid.trainer_of(setup, runs, world)
-    if checkpoint is not None:
-        trainer.restore(checkpoint)
-        if trainer.step > request.config.training.steps:
-            steps = request.config.training.steps
-            raise RecordError(f"--steps {steps}: the run in {directory} has done {trainer.step} already")
-    if world.is_root:
-        _say_before(request, setup, runs, directory, resumed_at=trainer.step if request.resume else None)
-    with _records(request, setup, runs, directory, world, trainer.step) as writers:
-        status = _loop(trainer, writers, directory, request, world)
-        if status.interrupted:
-            raise KeyboardInterrupt
-    final: Sequence[Evaluation] = []
+    done = 0 if checkpoint is None else checkpoint.step
+    if done > request.config.training.steps:
+        raise RecordError(f"--steps {request.config.training.steps}: the run in {directory} has done {done} already")
+    processes = grid.processes_of(setup, len(runs), world, recording.processes_before(directory) if request.resume else None)
+
+    def share(team: Team) -> Outcome:
+        mine = runs[team.rank :: team.size]
+        trainer = grid.trainer_of(setup, mine, world)
+        if checkpoint is not None:
+            trainer.restore(checkpoint.of([run.name for run in mine]))
+        return _share(request, setup, mine, trainer, stack, Place(world, team))
+
+    with threads_for(setup.policy.width):
+        if request.config.training.match == "grad-norm":
+            runs = grid.matched_rates(setup, runs, world)
+        if world.is_root:
+            _say_before(request, setup, runs, directory, resumed_at=done if request.resume else None)
+        stack = recording.Stack(request, setup, runs, directory, processes, done if request.resume else None)
+        with stack.recorded(world):
+            outcomes = together(processes, share)
+    return _finish(request, setup, runs, outcomes, directory) if world.is_root else ExitCode.DONE
+
+
+def _share(
+    request: TrainingRequest,
+    setup: Setup,
+    runs: Sequence[RunSpec],
+    trainer: Trainer,
+    stack: recording.Stack,
+    place: Place,
+) -> Outcome:
+    """Train and evaluate the runs of this process."""
+    from aggcli import grid
+
+    with stack.writers(runs, place.world) as writers:
+        outcome = _loop(trainer, writers, stack, request, place)
     if setup.task is not None and trainer.runs:
         final = grid.evaluate(setup, trainer.weights.parameters, [run.seed for run in trainer.runs])
-    return _finish(request, setup, runs, trainer, final, directory, status) if world.is_root else ExitCode.DONE
+        outcome.final = {run.name: evaluation for run, evaluation in zip(trainer.runs, final, strict=True)}
+    return outcome
 
 
-@dataclass
-class _Status:
-    """How the loop went: the worst layout deviation, runs that diverged, and steps without a signal."""
+@dataclass(frozen=True)
+class _News:
+    """What a process tells the others after each step: whether its user wants to stop, and how far its runs are."""
 
-    deviation: float = 0.0
-    diverged: list[str] = dataclasses.field(default_factory=list)
-    silent_steps: int = 0
-    interrupted: bool = False
+    stop: bool
+    step: int
+    finished: bool
+    tokens: int
+    diverged: list[str]
 
 
-def _loop(trainer: Trainer, writers: dict[str, RunWriter], directory: Path, request: TrainingRequest, world: World) -> _Status:
+def _loop(
+    trainer: Trainer, writers: dict[str, RunWriter], stack: recording.Stack, request: TrainingRequest, place: Place
+) -> Outcome:
+    """Train this process's runs to the end, in step with the other processes. Raises `KeyboardInterrupt` when told to stop."""
     from aggcli.cli.live import progress_of
+
+    outcome = Outcome()
+    old = _diverged(trainer.gone, writers) if place.world.is_root else []
+    outcome.diverged += old
+    steps, every = trainer.steps(), request.config.training.checkpoint_every
+    with _stop_requested(place) as stop, progress_of(request.config.training.steps, trainer.step, place.speaks) as show:
+        while True:
+            done = next(steps, None)
+            new = _record(trainer, done, writers, outcome) if done is not None and place.world.is_root else []
+            news = place.team.everyone(
+                _News(any(place.world.everyone(bool(stop))), trainer.step, done is None, done.tokens if done else 0, old + new)
+            )
+            old = []
+            if place.speaks:
+                for text in [text for one in news for text in one.diverged]:
+                    say(text)
+                if done is not None:
+                    show(dataclasses.replace(done, tokens=sum(one.tokens for one in news)))
+            if all(one.finished for one in news):
+                return outcome
+            step, stopping = max(one.step for one in news), any(one.stop for one in news)
+            if stopping or step % every == 0 or step == request.config.training.steps:
+                _save(trainer, stack, place)
+            if stopping:
+                if place.speaks:
+                    say(f"stopped after {step} steps; go on with --resume --output {stack.directory}")
+                raise KeyboardInterrupt
+
+
+def _record(trainer: Trainer, done: TrainedStep, writers: dict[str, RunWriter], outcome: Outcome) -> list[str]:
+    """Write a step of this process's runs; returns what is to be said of runs that diverged in it."""
     from aggcli.training.report import deviation
 
-    status = _Status()
-    if world.is_root:
-        _note_diverged(trainer.gone, status, writers)
-    every = request.config.training.checkpoint_every
-    with _stop_requested(world) as stop, progress_of(request.config.training.steps, trainer.step) as show:
-        for done in trainer.steps():
-            if world.is_root:
-                for number, reports in done.optimizer_steps:
-                    for report in reports:
-                        _write(writers[report.run.name], number, done.step, report)
-                        status.deviation = max(status.deviation, deviation(report))
-                        status.silent_steps += _is_silent(report.values)
-                _note_diverged(done.diverged, status, writers)
-                show(done)
-            stopping = any(world.everyone(bool(stop)))
-            if stopping or trainer.step % every == 0 or trainer.step == request.config.training.steps:
-                _save(trainer, directory, world)
-            if stopping:
-                status.interrupted = True
-                if world.is_root:
-                    say(f"stopped after {trainer.step} steps; go on with --resume --output {directory}")
-                break
-    return status
+    for number, reports in done.optimizer_steps:
+        for report in reports:
+            recording.write(writers[report.run.name], number, done.step, report)
+            outcome.deviation = max(outcome.deviation, deviation(report))
+            outcome.silent_steps += _is_silent(report.values)
+    recording.write_timing(writers, trainer, done)
+    new = _diverged(done.diverged, writers)
+    outcome.diverged += new
+    return new
 
 
 def _is_silent(values: Mapping[str, float | None]) -> bool:
@@ -170,15 +243,16 @@ def _is_silent(values: Mapping[str, float | None]) -> bool:
     return bool(groups) and values.get("zero_variance_groups") == groups and values.get("pg_loss") == 0
 
 
-def _save(trainer: Trainer, directory: Path, world: World) -> None:
-    from aggcli.training.checkpoint import save
+def _save(trainer: Trainer, stack: recording.Stack, place: Place) -> None:
+    from aggcli.training.checkpoint import joined, save
 
-    if world.is_root:
-        save(directory, trainer.checkpoint())
+    parts = place.team.gather(trainer.checkpoint())
+    if place.speaks:
+        save(stack.directory, joined(parts, [run.name for run in stack.runs]))
 
 
 @contextmanager
-def _stop_requested(world: World) -> Iterator[list[int]]:
+def _stop_requested(place: Place) -> Iterator[list[int]]:
     """A list that fills when the user presses Ctrl-C: the step in hand is finished first; a second Ctrl-C stops at once."""
     asked: list[int] = []
 
@@ -186,7 +260,7 @@ def _stop_requested(world: World) -> Iterator[list[int]]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
-        if world.is_root:
+        if place.speaks:
             say("interrupted: finishing the step in hand; press again to stop at once")
 
     before = signal.signal(signal.SIGINT, note)
@@ -196,114 +270,14 @@ def _stop_requested(world: World) -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _note_diverged(ended: Sequence[Diverged], status: _Status, writers: dict[str, RunWriter]) -> None:
+def _diverged(ended: Sequence[Diverged], writers: dict[str, RunWriter]) -> list[str]:
+    """What is to be said of runs that diverged; their manifests keep it."""
+    texts = []
     for gone in ended:
         text = f"run {gone.run.mode}, seed {gone.run.seed} diverged in step {gone.step}: {gone.what}; its records are kept"
-        status.diverged.append(text)
         writers[gone.run.name].manifest["diverged"] = text
-        say(text)
-
-
-# -- records --------------------------------------------------------------------------------------------------------
-
-
-def _directory(request: TrainingRequest, world: World) -> Path:
-    """The results directory: a fresh one, or the one to resume in; the same on every rank."""
-    from aggcli import records
-
-    found: Path | str | None = None
-    if world.is_root:
-        try:
-            found = _chosen_directory(request)
-        except RecordError as error:
-            found = str(error)
-    found = world.broadcast(found)
-    if isinstance(found, str):
-        raise RecordError(found if world.is_root else "")
-    assert found is not None
-    del records
-    return found
-
-
-def _chosen_directory(request: TrainingRequest) -> Path:
-    from aggcli import records
-
-    if not request.resume:
-        name = f"{request.command}-{request.modes[0]}" if request.command == "run" else request.command
-        return records.fresh_directory(request.output, name, overwrite=request.overwrite)
-    if request.output is None:
-        raise RecordError("--resume needs --output DIR, the results directory to go on with")
-    if _is_blank(request.output):
-        return request.output
-    manifest = records.read_manifest(request.output)
-    if manifest["command"] != request.command:
-        raise RecordError(f"--resume: {request.output} was made by `aggcli {manifest['command']}`; resume it by that command")
-    now = to_flat(request.config)
-    for name, value in manifest["settings"].items():
-        mine = list(v) if isinstance(v := now.get(name), tuple) else v
-        if mine != value and name != "steps":
-            raise RecordError(
-                f"--resume: {name} is {mine} now and was {value} in {request.output}; a resumed run keeps its settings"
-            )
-    return request.output
-
-
-def _is_blank(directory: Path) -> bool:
-    """A directory that a run has made and was killed before it wrote what it is."""
-    from aggcli import records
-
-    return directory.is_dir() and all(path.name == records.MANIFEST + ".tmp" for path in directory.iterdir())
-
-
-@contextmanager
-def _records(
-    request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], directory: Path, world: World, step: int
-) -> Iterator[dict[str, RunWriter]]:
-    """One writer per run at the root; none elsewhere."""
-    import torch
-
-    from aggcli import records
-
-    if not world.is_root:
-        yield {}
-        return
-    shared = {
-        "command": request.command,
-        "arguments": invocation(),
-        "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in to_flat(request.config).items()},
-        "config": to_toml(request.config),
-        "response_limit": setup.response_limit,
-        "environment": records.environment(str(setup.device), torch.get_num_threads()),
-        "ranks": world.size,
-    }
-    resume_at = step if request.resume else None
-    with ExitStack() as stack:
-        if request.command == "compare":
-            manifest = {"schema": records.SCHEMA, "kind": "comparison", "runs": [run.name for run in runs], **shared}
-            records.write_manifest(directory, {**manifest, "status": "running"})
-            stack.push(lambda kind, error, trace: _close(directory, manifest, error))
-        yield {
-            run.name: stack.enter_context(records.RunWriter(directory / run.name, _manifest(run, shared), resume_at))
-            for run in runs
-        }
-
-
-def _close(directory: Path, manifest: dict[str, Any], error: BaseException | None) -> None:
-    from aggcli import records
-
-    records.write_manifest(directory, {**manifest, "status": records.ended(error)})
-
-
-def _manifest(run: RunSpec, shared: dict[str, Any]) -> dict[str, Any]:
-    factor = run.lr / shared["settings"]["lr"]
-    divisor = run.objective.loss_aggregation_divisor
-    own = {"mode": run.mode, "seed": run.seed, "lr": run.lr, "lr_factor": factor, "divisor": divisor}
-    return {"kind": "run", **own, **shared}
-
-
-def _write(writer: RunWriter, number: int, rollout_step: int, report: Any) -> None:
-    head = {"step": number, "rollout_step": rollout_step, "mode": report.run.mode, "seed": report.run.seed}
-    writer.step({**head, **report.values}, [{**head, **line} for line in report.layouts])
+        texts.append(text)
+    return texts
 
 
 # -- what is said ---------------------------------------------------------------------------------------------------
@@ -344,17 +318,16 @@ def _finish(
     request: TrainingRequest,
     setup: Setup,
     runs: Sequence[RunSpec],
-    trainer: Trainer,
-    final: Sequence[Evaluation],
+    outcomes: Sequence[Outcome],
     directory: Path,
-    status: _Status,
 ) -> int:
     from aggcli.records import to_json, update_manifest
     from aggcli.report.training_tables import last_step_table, training_table
 
-    for run, evaluation in zip(trainer.runs, final, strict=False):
-        update_manifest(directory / run.name, evaluation=dataclasses.asdict(evaluation))
-    summary = _summary(setup, runs, trainer, final, directory)
+    final = {name: dataclasses.asdict(found) for outcome in outcomes for name, found in outcome.final.items()}
+    for name, evaluation in final.items():
+        update_manifest(directory / name, evaluation=evaluation)
+    summary = _summary(setup, runs, final, directory)
     update_manifest(directory, final=summary)
     if request.json:
         print(to_json({"schema": 1, "results": str(directory), **summary, **_steps_json(request, directory)}))
@@ -362,28 +335,28 @@ def _finish(
         out().print(last_step_table(summary) if setup.task is None else training_table(summary))
     if request.command == "compare":
         _draw(directory)
-    if status.silent_steps:
-        say(f"{status.silent_steps} steps of runs had only groups of equal rewards: they carry no signal and change nothing")
+    silent_steps = sum(outcome.silent_steps for outcome in outcomes)
+    if silent_steps:
+        say(f"{silent_steps} steps of runs had only groups of equal rewards: they carry no signal and change nothing")
     say(f"recorded in {directory}")
     limit = TOLERANCE[request.config.dtype or "float64"]
-    if status.deviation > limit:
-        raise CheckFailed(f"a layout changed pg_loss by {status.deviation:.3g}, relative; layouts.jsonl tells which")
-    if status.diverged:
-        raise CheckFailed(f"{len(status.diverged)} of {len(runs)} runs diverged: {status.diverged[0]}")
+    deviation = max(outcome.deviation for outcome in outcomes)
+    if deviation > limit:
+        raise CheckFailed(f"a layout changed pg_loss by {deviation:.3g}, relative; layouts.jsonl tells which")
+    diverged = [text for outcome in outcomes for text in outcome.diverged]
+    if diverged:
+        raise CheckFailed(f"{len(diverged)} of {len(runs)} runs diverged: {diverged[0]}")
     return ExitCode.DONE
 
 
-def _summary(
-    setup: Setup, runs: Sequence[RunSpec], trainer: Trainer, final: Sequence[Evaluation], directory: Path
-) -> dict[str, Any]:
+def _summary(setup: Setup, runs: Sequence[RunSpec], final: Mapping[str, Mapping[str, Any]], directory: Path) -> dict[str, Any]:
     """Final figures on fresh prompts; on recorded rollouts, which have no fresh prompts, the numbers of the last step."""
     from aggcli import records
     from aggcli.analysis.comparison import final_summary, last_step_summary
 
     names = [(run.name, run.mode, run.seed) for run in runs]
     if setup.task is not None:
-        by_run = {run.name: dataclasses.asdict(e) for run, e in zip(trainer.runs, final, strict=True)}
-        return final_summary(names, by_run)
+        return final_summary(names, final)
     lines = {run.name: list(records.read_lines(directory / run.name / records.METRICS)) for run in runs}
     return last_step_summary(names, {name: found[-1] for name, found in lines.items() if found})
 

@@ -13,7 +13,6 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from aggcli.errors import SettingError, nearest
 
@@ -261,32 +260,28 @@ def karmarkar_karp(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """
     if parts == 1:
         return [list(range(len(lengths)))]
-    # A part is (total, members); members are nested pairs, flattened once at the end.
-    heap: list[tuple[int, int, list[tuple[int, Any]]]] = [
-        (-length, sample, [(length, sample), *[(0, None)] * (parts - 1)]) for sample, length in enumerate(lengths)
+    # A part is (total, members).
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
+        (-length, sample, [(length, [sample]), *[(0, [])] * (parts - 1)]) for sample, length in enumerate(lengths)
     ]
     heapq.heapify(heap)
     made = len(heap)
     while len(heap) > 1:
         first = heapq.heappop(heap)[2]
         second = heap[0][2]
-        merged = [(a + b, (left, right)) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
+        merged = [(a + b, _joined(left, right)) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
         merged.sort(key=_total, reverse=True)
         heapq.heapreplace(heap, (merged[-1][0] - merged[0][0], made, merged))
         made += 1
-    return [sorted(_flat(members)) for _, members in heap[0][2]] if heap else [[] for _ in range(parts)]
+    return [sorted(members) for _, members in heap[0][2]] if heap else [[] for _ in range(parts)]
 
 
 _total = operator.itemgetter(0)
 
 
-def _flat(members: Any) -> list[int]:
-    """The sample positions in nested pairs; None holds nothing."""
-    found, waiting = [], [members]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, tuple):
-            waiting += item
-        elif item is not None:
-            found.append(item)
-    return found
+def _joined(left: list[int], right: list[int]) -> list[int]:
+    """Both lists in one of them: the longer is extended, so that each member moves a logarithmic number of times."""
+    if len(left) < len(right):
+        left, right = right, left
+    left += right
+    return left

@@ -101,7 +101,7 @@ def _correct_lengths(found: Contributions, chosen_S: Tensor) -> list[int] | None
 
 def contributions(view: LocalView, config: MeasureConfig) -> Contributions:
     """The columns of a view: per-token numbers weighted and summed over each sample's tokens here, and sample counts."""
-    numbers = token_numbers(view.tokens, config.objective, has_ratio=config.has_ratio)
+    numbers = token_numbers(view.tokens, config.objective, has_ratio=config.has_ratio, with_slopes=config.with_gradient)
     sums = _weighted_columns(view, config, numbers)
     sums |= _gradient_columns(view, config, numbers)
     sums |= _sample_columns(view, config)
@@ -116,7 +116,7 @@ def contributions(view: LocalView, config: MeasureConfig) -> Contributions:
 
 def gradients(view: LocalView, config: MeasureConfig) -> dict[str, Tensor]:
     """d loss / d log_probs of each rule at the view's tokens, [T] each; empty where nothing gives an advantage."""
-    numbers = token_numbers(view.tokens, config.objective, has_ratio=config.has_ratio)
+    numbers = token_numbers(view.tokens, config.objective, has_ratio=config.has_ratio, with_slopes=True)
     if "pg_loss" not in numbers.slopes:
         return {}
     return {rule: _gradient(view, config, rule, numbers) for rule in config.rules}
@@ -176,7 +176,7 @@ def _gradient(view: LocalView, config: MeasureConfig, rule: str, numbers: TokenN
 
 def _gradient_columns(view: LocalView, config: MeasureConfig, numbers: TokenNumbers) -> dict[Key, Tensor]:
     """Inner products of the rules' gradients over each sample's tokens: norms and cosines are made of their sums."""
-    if "pg_loss" not in numbers.slopes or not config.with_gradient:
+    if "pg_loss" not in numbers.slopes:
         return {}
     gradient = {rule: _gradient(view, config, rule, numbers) for rule in config.rules}
     found: dict[Key, Tensor] = {}

@@ -22,13 +22,15 @@ class TokenNumbers:
     ratio_T: Tensor
 
 
-def token_numbers(tokens: Mapping[str, Tensor], objective: ObjectiveConfig, *, has_ratio: bool) -> TokenNumbers:
-    """Everything the tokens give: what they lack is absent.
+def token_numbers(
+    tokens: Mapping[str, Tensor], objective: ObjectiveConfig, *, has_ratio: bool, with_slopes: bool
+) -> TokenNumbers:
+    """Everything the tokens give: what they lack is absent, and the slopes where they are not asked for.
 
     `tokens` may hold `clip_low` and `clip_high` [T], the clip range of each token's run; otherwise the objective's holds.
     """
     mask_T = tokens["loss_mask"]
-    new_T = tokens["log_probs"].detach().clone().requires_grad_()
+    new_T = tokens["log_probs"].detach().clone().requires_grad_(with_slopes)
     advantages_T = tokens.get("advantages")
     terms = policy_terms(
         new_T,
@@ -42,7 +44,8 @@ def token_numbers(tokens: Mapping[str, Tensor], objective: ObjectiveConfig, *, h
     slopes: dict[str, Tensor] = {}
     if advantages_T is not None:
         found["pg_loss"] = terms.pg_loss_T
-        slopes["pg_loss"] = _slope(terms.pg_loss_T, new_T)
+        if with_slopes:
+            slopes["pg_loss"] = _slope(terms.pg_loss_T, new_T)
     if has_ratio:
         found |= {"ppo_kl": terms.ppo_kl_T, "ratio_deviation": (terms.ratio_T - 1).abs()}
     if has_ratio and advantages_T is not None:
@@ -52,7 +55,8 @@ def token_numbers(tokens: Mapping[str, Tensor], objective: ObjectiveConfig, *, h
     if "ref_log_probs" in tokens:
         ratio_T = terms.ratio_T if objective.kl_unbiased else None
         found["kl_loss"] = kl_terms(new_T, tokens["ref_log_probs"], mask_T, objective.kl_estimator, ratio_T)
-        slopes["kl_loss"] = _slope(found["kl_loss"], new_T)
+        if with_slopes:
+            slopes["kl_loss"] = _slope(found["kl_loss"], new_T)
     if "entropy" in tokens:
         found["entropy_loss"] = torch.where(mask_T, tokens["entropy"], 0.0)
     if "trainer_log_probs" in tokens:

@@ -11,11 +11,7 @@ from torch import Tensor
 
 from aggcli.policy.kernels import PackedAttention, call
 from aggcli.policy.packing import Packing, pack
-from aggcli.policy.parallel import ByGroup, groups_of
 from aggcli.policy.transformer import Parameters, PolicyConfig, body, check_length, embedded, hidden
-
-RUNS_AT_ONCE = 4
-"""Runs of one pass: enough that the work outweighs the calls, few enough for a core's cache."""
 
 
 def response_log_probs(
@@ -40,7 +36,8 @@ def response_log_probs(
     check_length(config, tokens_RBL.shape[-1])
     R, B, L = tokens_RBL.shape
     if isinstance(prompt_length, int) and length_RB is not None:
-        return _by_group(parameters, config, tokens_RBL, prompt_length, length_RB, temperature, entropy)
+        packing = pack(tokens_RBL.cpu(), prompt_length, length_RB.cpu()).to(parameters["head"].device)
+        return packed_log_probs(parameters, config, packing, temperature=temperature, entropy=entropy)
     prompt_RB = torch.as_tensor(prompt_length, device=tokens_RBL.device).expand(R, B)
     if length_RB is None:
         length_RB = L - prompt_RB
@@ -54,35 +51,6 @@ def response_log_probs(
         parameters, hidden_RBLD.gather(2, index), tokens_RBL.gather(2, place_RBC), temperature=temperature, entropy=entropy
     )
     return _where(valid_RBC, log_prob), None if spread is None else _where(valid_RBC, spread)
-
-
-def _by_group(
-    parameters: Parameters,
-    config: PolicyConfig,
-    tokens_RBL: Tensor,
-    prompt_length: int,
-    length_RB: Tensor,
-    temperature: float,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Packed, a few runs at a time."""
-    tokens_RBL, length_RB = tokens_RBL.cpu(), length_RB.cpu()
-    columns = max(int(length_RB.max()), 1)
-    device = parameters["head"].device
-
-    def work(group: slice, *values: Tensor) -> tuple[Tensor, ...]:
-        packing = pack(tokens_RBL[group], prompt_length, length_RB[group], columns).to(device)
-        own = dict(zip(parameters, values, strict=True))
-        made = packed_log_probs(own, config, packing, temperature=temperature, entropy=entropy)
-        return tuple(value for value in made if value is not None)
-
-    groups = groups_of(len(tokens_RBL), RUNS_AT_ONCE, device)
-    values = parameters.values()
-    if device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-        made = work(groups[0], *values)
-    else:
-        made = ByGroup.apply(work, groups, config.width, *values)
-    return made[0], made[1] if entropy else None
 
 
 def log_probs_of(

@@ -58,7 +58,7 @@ class Packing:
         return dataclasses.replace(self, bins=bins, **moved)
 
 
-def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor, columns: int | None = None) -> Packing:
+def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor) -> Packing:
     """Lay out right-padded rows of prompt (always `prompt_length` tokens) and response (`length_RB` tokens).
 
     `columns` is C (default: the longest response). Done on the host: the result is on the CPU.
@@ -71,7 +71,7 @@ def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor, columns: int
     read_RB = np.maximum(length - 1, 0)
     order_RB = read_RB.argsort(-1, kind="stable")
     sorted_RB = np.take_along_axis(read_RB, order_RB, -1)
-    C = max(int(length.max(initial=0)), 1) if columns is None else columns
+    C = max(int(length.max(initial=0)), 1)
     flat_R1 = np.arange(R)[:, None]
     parts, places, bins = [prompts_RGP.reshape(R, -1)], [np.tile(np.arange(prompt_length), (R, G))], []
     at_RBC = np.zeros((R, B, C), np.int64)

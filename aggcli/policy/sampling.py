@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from aggcli.policy.groups import groups_of, threads_for
 from aggcli.policy.kernels import SMALLEST_NORM
-from aggcli.policy.parallel import each_group, groups_of
 from aggcli.policy.transformer import (
     BLOCK_WEIGHTS,
     Parameters,
@@ -71,14 +71,12 @@ def sample(
     Rows of one group thus stand together, and their prompt is read once. Give G = B for a prompt per row.
     """
 
-    @torch.no_grad()
-    def work(group: slice) -> Sampled:
-        decoder = _Decoder(run_of(parameters, group), config, prompts_RGP[group], uniforms_RBL[group], temperature)
-        return _decoded(decoder, end_id, pad_id)
-
-    groups = groups_of(len(uniforms_RBL), RUNS_AT_ONCE, parameters["head"].device)
-    parts = each_group(work, groups, config.width)
-    return parts[0] if len(parts) == 1 else _joined(parts, pad_id)
+    parts = []
+    with torch.inference_mode(), threads_for(config.width):
+        for group in groups_of(len(uniforms_RBL), RUNS_AT_ONCE, parameters["head"].device):
+            decoder = _Decoder(run_of(parameters, group), config, prompts_RGP[group], uniforms_RBL[group], temperature)
+            parts.append(_decoded(decoder, end_id, pad_id))
+    return _joined(parts, pad_id)  # outside of inference mode: a gradient may be taken through what was drawn
 
 
 def _decoded(decoder: _Decoder, end_id: int, pad_id: int) -> Sampled:

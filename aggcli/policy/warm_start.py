@@ -30,9 +30,9 @@ from safetensors.torch import save
 from torch import Generator
 
 from aggcli.errors import SettingError
+from aggcli.policy.groups import one_thread
 from aggcli.policy.log_probs import packed_log_probs
 from aggcli.policy.packing import pack
-from aggcli.policy.parallel import one_thread
 from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, shapes
 from aggcli.tasks import TASKS, Task, make_task
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from aggcli.errors import RecordError
@@ -24,6 +26,27 @@ class Checkpoint:
     runs: list[str]
     gone: dict[str, tuple[int, str]]
     tensors: dict[str, Tensor]
+
+    def of(self, runs: Sequence[str]) -> Checkpoint:
+        """The part of it that holds these runs."""
+        kept = [at for at, name in enumerate(self.runs) if name in runs]
+        tensors = {name: value[kept] if len(value) else value for name, value in self.tensors.items()}
+        gone = {name: when for name, when in self.gone.items() if name in runs}
+        return replace(self, runs=[self.runs[at] for at in kept], gone=gone, tensors=tensors)
+
+
+def joined(parts: Sequence[Checkpoint], runs: Sequence[str]) -> Checkpoint:
+    """The checkpoint of a stack whose runs were trained in parts, in step; `runs`: the order of the whole stack."""
+    names = [name for part in parts for name in part.runs]
+    order = sorted(range(len(names)), key=lambda at: runs.index(names[at]))
+    whole = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
+    return Checkpoint(
+        max(part.step for part in parts),
+        max(part.optimizer_step for part in parts),
+        [names[at] for at in order],
+        {name: when for part in parts for name, when in part.gone.items()},
+        {name: value[order] if len(value) else value for name, value in whole.items()},
+    )
 
 
 def save(directory: Path, checkpoint: Checkpoint) -> None:

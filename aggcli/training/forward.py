@@ -38,16 +38,16 @@ def make_forward(policy: PolicyConfig, prompt_length: int | None, config: RunCon
             return log_probs.to(parameters["head"].dtype), entropy.to(parameters["head"].dtype), None
 
         return rows
-    shard = ContextShard(policy, temperature, cp, world.split(cp))
+    shard = ContextShard(policy, temperature, cp, world.split(cp), autocast)
     return shard.forward
 
 
 class ContextShard:
     """Rank c of `cp` holds chunks c and 2*cp-1-c of each sequence of prompt and response; keys and values are gathered."""
 
-    def __init__(self, policy: PolicyConfig, temperature: float, cp: int, world: World) -> None:
+    def __init__(self, policy: PolicyConfig, temperature: float, cp: int, world: World, autocast: bool) -> None:
         self.policy, self.temperature = policy, temperature
-        self.cp, self.world = cp, world
+        self.cp, self.world, self.autocast = cp, world, autocast
 
     def forward(
         self, parameters: Parameters, tokens_RBL: Tensor, prompt_RB: Tensor, length_RB: Tensor
@@ -58,10 +58,12 @@ class ContextShard:
         last = tokens_RBL.shape[-1] - 1
         own_RBL = tokens_RBL.gather(2, place_RBL.clamp(max=last))
         positions_RBL = torch.where(real_RBL, place_RBL, self.policy.max_length)
-        hidden_RBLD = hidden(parameters, self.policy, own_RBL, positions_RBL, self._gather)
         target_RBL = tokens_RBL.gather(2, (place_RBL + 1).clamp(max=last))
-        log_prob, entropy = log_probs_of(parameters, hidden_RBLD, target_RBL, temperature=self.temperature, entropy=True)
+        with torch.autocast(tokens_RBL.device.type, torch.bfloat16, enabled=self.autocast):
+            hidden_RBLD = hidden(parameters, self.policy, own_RBL, positions_RBL, self._gather)
+            log_prob, entropy = log_probs_of(parameters, hidden_RBLD, target_RBL, temperature=self.temperature, entropy=True)
         assert entropy is not None
+        log_prob, entropy = log_prob.to(parameters["head"].dtype), entropy.to(parameters["head"].dtype)
         column_RBL = place_RBL + 1 - prompt_RB[:, :, None]
         counts_RBL = real_RBL & (column_RBL >= 0) & (column_RBL < length_RB[:, :, None])
         columns = max(int(length_RB.max()), 1)
@@ -83,6 +85,9 @@ class ContextShard:
         return place, inside & (place < total_RB[:, :, None])
 
     def _gather(self, key: Tensor, value: Tensor, positions_RBL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the whole sequence. They cross in float32 at least, since their gradients are added up over ranks."""
+        if key.dtype == torch.bfloat16:
+            key, value = key.float(), value.float()
         return (
             _GatherAlong.apply(key, 3, self.world),  # pyright: ignore[reportReturnType]
             _GatherAlong.apply(value, 3, self.world),

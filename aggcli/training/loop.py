@@ -14,6 +14,7 @@ from aggcli.config import RunConfig
 from aggcli.layout.schedule import Layout
 from aggcli.layout.steps import Part, need_whole_groups
 from aggcli.measurement.reduce import Values
+from aggcli.policy.groups import threads_for
 from aggcli.policy.transformer import Parameters, stacked
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.checkpoint import Checkpoint
@@ -72,9 +73,10 @@ class Trainer:
         """Train to the end, one rollout step at a time."""
         while self.step < self.config.training.steps and self.runs:
             began = time.perf_counter()
-            rollouts = self.sampler.step(self.runs, self.weights.parameters, self.step)
-            done = list(self._optimizer_steps(rollouts))
-            diverged = self._drop_diverged()
+            with threads_for(self.weights.parameters["head"].shape[1]):
+                rollouts = self.sampler.step(self.runs, self.weights.parameters, self.step)
+                done = list(self._optimizer_steps(rollouts))
+                diverged = self._drop_diverged()
             self.step += 1
             tokens = int(rollouts.batch.response_length_S.sum())
             yield TrainedStep(self.step - 1, done, diverged, time.perf_counter() - began, tokens)
@@ -134,7 +136,7 @@ class Trainer:
         return [report for report in reports if report.run.name not in self.broken]
 
     def _stepping(self, step: RolloutBatch, found: Gradient) -> Tensor:
-        finite_R = torch.isfinite(found.gradient_RP).all(1).cpu()
+        finite_R = _all_finite(found.gradient_RP).cpu()
         for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
             if not finite:
                 self.broken.setdefault(run.name, "its gradient is not finite")
@@ -167,7 +169,7 @@ class Trainer:
 
     def _drop_diverged(self) -> list[Diverged]:
         """Drop the runs whose gradient or parameters are not finite, before they are sampled from again."""
-        finite_R = torch.isfinite(self.weights.flat_RP).all(1).cpu()
+        finite_R = _all_finite(self.weights.flat_RP).cpu()
         for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
             if not finite:
                 self.broken.setdefault(run.name, "its parameters are not finite")
@@ -204,6 +206,12 @@ class Trainer:
         state = {name.removeprefix("optimizer."): value for name, value in checkpoint.tensors.items() if "." in name}
         self.optimizer.load({name: value.to(device) for name, value in state.items()})
         self.step, self.optimizer_step = checkpoint.step, checkpoint.optimizer_step
+
+
+def _all_finite(value_RP: Tensor) -> Tensor:
+    """Whether every number of a run is finite [R]: the sum of their squares is, in float64, unless it overflows."""
+    finite_R = torch.isfinite(torch.linalg.vector_norm(value_RP, dim=1, dtype=torch.float64))
+    return finite_R if finite_R.all() else torch.isfinite(value_RP).all(1)
 
 
 def _at(batch: RolloutBatch, positions: Tensor, value_T: Tensor | None) -> Tensor | None:

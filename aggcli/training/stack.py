@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class Weights:
         """Copy the flat numbers into the leaves."""
         start = 0
         for value in self.parameters.values():
-            size = value[0].numel()
+            size = math.prod(value.shape[1:])
             value.copy_(self.flat_RP[:, start : start + size].view(value.shape))
             start += size
 

@@ -17,10 +17,14 @@ from aggcli.layout.schedule import Layout, schedule_step
 from aggcli.objective.aggregation import aggregate, sample_weights, spread, step_denominators
 from aggcli.objective.policy_loss import kl_terms, policy_terms
 from aggcli.objective.step import metric_rule_of, weights_elsewhere
-from aggcli.policy.transformer import Parameters
+from aggcli.policy.groups import groups_of
+from aggcli.policy.transformer import Parameters, run_of
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.stack import RunSpec
 from aggcli.world import World
+
+RUNS_AT_ONCE = 4
+"""Runs of one pass: enough that the work outweighs the calls, few enough for a core's cache."""
 
 Forward = Callable[[Parameters, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 """(parameters, tokens [R, B, L], prompt length [R, B], response length [R, B]) -> log-probabilities and entropies [R, B, C]
@@ -118,27 +122,41 @@ def step_gradient(
     sums `w_t * l_t`; only sums cross ranks. With `given.old_log_probs_T` None the policy itself is the old one (ratio 1).
     `objective` holds the settings that are the same for all runs.
     """
-    device, dtype = parameters["head"].device, parameters["head"].dtype
-    leaves = list(parameters.values())
-    total = [torch.zeros_like(leaf) for leaf in leaves]
-    tokens = step.loss_mask_T.numel()
-    new_T = torch.zeros(2, tokens, dtype=torch.float64)
-    for row_RB in rows:
-        laid_out = _laid_out(step, tokens_SL, row_RB)
-        log_prob_RBC, entropy_RBC, owned = forward(parameters, *laid_out.inputs(device))
-        place, flat = laid_out.owned(owned, device)
-        own_T = log_prob_RBC.flatten()[place]
-        spread_T = entropy_RBC.flatten()[place]
-        loss = _loss(own_T, spread_T, flat, step, given, objective, device)
-        if loss.requires_grad:
-            for sum_, part in zip(total, torch.autograd.grad(loss, leaves), strict=True):
-                sum_ += part
-        new_T[0, flat] = own_T.detach().double().cpu()
-        new_T[1, flat] = spread_T.detach().double().cpu()
-    gradient_RP = torch.cat([part.reshape(part.shape[0], -1) for part in total], 1)
+    device = parameters["head"].device
+    runs, numbers = len(parameters["head"]), sum(value[0].numel() for value in parameters.values())
+    gradient_RP = parameters["head"].new_empty(runs, numbers)
+    new_T = torch.zeros(2, step.loss_mask_T.numel(), dtype=torch.float64)
+    for group in groups_of(runs, RUNS_AT_ONCE, device):
+        own = {name: value[group].detach().requires_grad_() for name, value in parameters.items()}
+        for at, row_RB in enumerate(rows):
+            laid_out = _laid_out(step, tokens_SL, row_RB[group])
+            log_prob_RBC, entropy_RBC, owned = forward(own, *laid_out.inputs(device))
+            place, flat = laid_out.owned(owned, device)
+            own_T = log_prob_RBC.flatten()[place]
+            spread_T = entropy_RBC.flatten()[place]
+            loss = _loss(own_T, spread_T, flat, step, given, objective, device)
+            _add_gradient(gradient_RP[group], loss, list(own.values()), first=at == 0)
+            new_T[0, flat] = own_T.detach().double().cpu()
+            new_T[1, flat] = spread_T.detach().double().cpu()
     world.add_up(gradient_RP)
     world.add_up(new_T)
-    return Gradient(gradient_RP.to(dtype), new_T[0], new_T[1])
+    return Gradient(gradient_RP, new_T[0], new_T[1])
+
+
+def _add_gradient(gradient_RP: Tensor, loss: Tensor, leaves: Sequence[Tensor], *, first: bool) -> None:
+    """Add d loss / d leaves to the flat gradient, or write it there when it is the first."""
+    if not loss.requires_grad:  # no token of these runs in this micro-batch
+        if first:
+            gradient_RP.zero_()
+        return
+    start = 0
+    for part in torch.autograd.grad(loss, leaves):
+        place = gradient_RP[:, start : start + part[0].numel()]
+        if first:
+            place.copy_(part.flatten(1))
+        else:
+            place += part.flatten(1)
+        start += part[0].numel()
 
 
 def _loss(
@@ -185,11 +203,12 @@ def all_log_probs(
     device = parameters["head"].device
     found_T = torch.zeros(step.loss_mask_T.numel(), dtype=torch.float64)
     with torch.no_grad():
-        for row_RB in rows:
-            laid_out = _laid_out(step, tokens_SL, row_RB)
-            log_prob_RBC, _, owned = forward(parameters, *laid_out.inputs(device))
-            place, flat = laid_out.owned(owned, device)
-            found_T[flat] = log_prob_RBC.flatten()[place].double().cpu()
+        for group in groups_of(len(parameters["head"]), RUNS_AT_ONCE, device):
+            for row_RB in rows:
+                laid_out = _laid_out(step, tokens_SL, row_RB[group])
+                log_prob_RBC, _, owned = forward(run_of(parameters, group), *laid_out.inputs(device))
+                place, flat = laid_out.owned(owned, device)
+                found_T[flat] = log_prob_RBC.flatten()[place].double().cpu()
     return world.add_up(found_T)
 
 

@@ -7,9 +7,9 @@ Both train on `running-sum` (six digits, 16 prompts x 8 rollouts, at most 32 tok
 demonstrations (TRL's own model, a two-layer Llama of width 64, is taught here the same way), on the CPU:
 
 1. TRL 1.16, one process of `--steps` steps: median seconds a step, and the seconds of the whole process.
-2. aggcli, one run alone (`run`): the same.
-3. aggcli, 4 modes x 5 seeds as one stack (`compare`): the whole process against 20 TRL processes, and one run's step in it.
-4. The stack's cost for R = 1, 4, 20, where its time goes, and its share of the machine's measured float32 matmul rate.
+2. aggcli, R = 1 (`run`), 4 (four modes) and 20 (4 modes x 5 seeds, `compare`): the whole command, and one run's step in it.
+3. The ratios: a step of one run, a run's step in the stack of 20, and the whole of 20 runs against 20 TRL processes.
+4. Where the time goes, and the share of the machine's measured float32 matmul rate.
 
 The response lengths of both sides are printed, since the time depends on them.
 """
@@ -31,6 +31,8 @@ from typing import Any
 
 PROMPTS, GROUP, LIMIT, SEED = 16, 8, 32, 0
 SUPERVISED_STEPS = 500
+STACKS = {1: ["run"], 4: ["compare", "--seeds", "1"], 20: ["compare", "--seeds", "5"]}
+"""Runs -> the command that trains them."""
 
 
 # -- TRL, in a process of its own -----------------------------------------------------------------------------------
@@ -173,31 +175,31 @@ def timed(command: list[str], threads: int, **environment: str) -> tuple[float, 
     return seconds, done.stdout
 
 
-def stack_costs(runs: tuple[int, ...], steps: int, threads: int) -> dict[str, Any]:
-    """Milliseconds per run and step of stacks of R runs, in this process, and the shares of their parts."""
-    import torch
-
+def shares(runs: int, steps: int) -> dict[str, float]:
+    """Where the time of one process goes that trains `runs` runs: the shares of a step's parts, medians over steps."""
     from aggcli import grid
     from aggcli.config import MODES, settings_from
     from aggcli.world import ALONE
 
-    torch.set_num_threads(threads)
     setup = grid.set_up(settings_from({"steps": steps, "max_response_length": LIMIT}))
-    found: dict[str, Any] = {}
-    for count in runs:
-        modes = MODES if count >= len(MODES) else MODES[:1]
-        specs = grid.runs_of(setup.config, modes, range(count // len(modes)), LIMIT)
-        trainer = grid.trainer_of(setup, specs, ALONE)
-        sampling, reporting = Stopwatch(trainer.sampler, "step"), Stopwatch(trainer.reporter, "step")
-        seconds = [done.seconds for done in trainer.steps()][1:]
-        parts = {"sampling": statistics.median(sampling.seconds[1:]), "records": statistics.median(reporting.seconds[1:])}
-        step = statistics.median(seconds)
-        parts["gradient and update"] = step - sum(parts.values())
-        found[str(count)] = {
-            "ms_per_run_and_step": 1e3 * step / count,
-            "shares": {name: part / step for name, part in parts.items()},
-        }
-    return found
+    modes = MODES if runs >= len(MODES) else MODES[:runs]
+    trainer = grid.trainer_of(setup, grid.runs_of(setup.config, modes, range(runs // len(modes)), LIMIT), ALONE)
+    sampling, reporting = Stopwatch(trainer.sampler, "step"), Stopwatch(trainer.reporter, "step")
+    seconds = [done.seconds for done in trainer.steps()][1:]
+    parts = {"sampling": statistics.median(sampling.seconds[1:]), "records": statistics.median(reporting.seconds[1:])}
+    step = statistics.median(seconds)
+    parts["gradient and update"] = step - sum(parts.values())
+    return {name: part / step for name, part in parts.items()}
+
+
+def step_seconds(results: Path) -> float:
+    """Seconds of one step of all runs of a results directory: the slowest of the processes that share them, median over
+    steps but the first."""
+    slowest: dict[int, float] = {}
+    for path in results.rglob("timings.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            slowest[line["rollout_step"]] = max(slowest.get(line["rollout_step"], 0.0), line["seconds"])
+    return statistics.median([seconds for step, seconds in slowest.items() if step])
 
 
 class Stopwatch:
@@ -251,32 +253,34 @@ def measure(steps: int, threads: int) -> dict[str, Any]:
         trl = json.loads(told.split("RESULT ", 1)[1].splitlines()[0])
         ours = [sys.executable, "-m", "aggcli"]
         common = ["--steps", str(steps), "--max-response-length", str(LIMIT), "--json"]
-        single, _ = timed([*ours, "run", *common, "--output", f"{folder}/run"], threads)
-        stack, compared = timed([*ours, "compare", "--seeds", "5", *common, "--output", f"{folder}/compare"], threads)
-    costs = stack_costs((1, 4, 20), min(steps, 30), threads)
+        seconds, told_us, costs = {}, "", {}
+        for runs, command in STACKS.items():
+            output = Path(folder) / str(runs)
+            seconds[runs], told_us = timed([*ours, *command, *common, "--output", str(output)], threads)
+            manifest = json.loads((output / "manifest.json").read_text())
+            costs[runs] = {
+                "processes": manifest["processes"],
+                "ms_per_run_and_step": 1e3 * step_seconds(output) / runs,
+                "shares": shares(runs // manifest["processes"], min(steps, 30)),
+            }
+    final = json.loads(told_us)["modes"]
     trl_step = statistics.median(trl["steps"][2:])
-    tokens = PROMPTS * GROUP * json.loads(compared)["modes"]["sample_mean"]["response_length"]["mean"]
+    tokens = PROMPTS * GROUP * final["sample_mean"]["response_length"]["mean"]
     rate = matmul_rate(threads)
-    per_step = costs["20"]["ms_per_run_and_step"] / 1e3
+    single, stacked = (costs[runs]["ms_per_run_and_step"] / 1e3 for runs in (1, 20))
     return {
         "threads": threads,
         "steps": steps,
         "trl": {"process_s": whole, "step_s": trl_step, "length": [trl["length_first"], trl["length_last"]]},
-        "aggcli": {
-            "single_process_s": single,
-            "single_step_s": costs["1"]["ms_per_run_and_step"] / 1e3,
-            "stack_process_s": stack,
-            "stack_step_of_a_run_s": per_step,
-            "final": json.loads(compared)["modes"],
-        },
+        "aggcli": {"process_s": seconds, "final": final},
         "stack": costs,
         "ratios": {
-            "trl_step_over_single_run_step": trl_step / (costs["1"]["ms_per_run_and_step"] / 1e3),
-            "trl_step_over_stacked_run_step": trl_step / per_step,
-            "20_trl_processes_over_the_stack": 20 * whole / stack,
+            "trl_step_over_single_run_step": trl_step / single,
+            "trl_step_over_stacked_run_step": trl_step / stacked,
+            "20_trl_processes_over_the_stack": 20 * whole / seconds[20],
         },
         "matmul_gflops": rate / 1e9,
-        "share_of_matmul_rate": step_operations(tokens) / per_step / rate,
+        "share_of_matmul_rate": step_operations(tokens) / stacked / rate,
     }
 
 
@@ -285,18 +289,18 @@ def show(found: dict[str, Any]) -> None:
     accuracy = ", ".join(f"{mode} {figures['accuracy']['mean']:.3f}" for mode, figures in ours["final"].items())
     print(f"{found['steps']} steps of {PROMPTS} x {GROUP} rollouts, at most {LIMIT} tokens, {found['threads']} threads")
     print(f"TRL, one process:        {trl['process_s']:8.1f} s, {1e3 * trl['step_s']:7.1f} ms a step (median)")
-    single = 1e3 * ours["single_step_s"]
-    print(f"aggcli, one run:         {ours['single_process_s']:8.1f} s, {single:7.1f} ms a step (median)")
-    stacked = 1e3 * ours["stack_step_of_a_run_s"]
-    print(f"aggcli, 4 modes x 5 seeds:{ours['stack_process_s']:7.1f} s, {stacked:7.1f} ms a run's step")
+    for runs, cost in found["stack"].items():
+        whole, step = ours["process_s"][runs], cost["ms_per_run_and_step"]
+        told = f"{whole:8.1f} s, {step:7.1f} ms a run's step (median), on {cost['processes']} processes"
+        print(f"aggcli, {runs:2} runs:         {told}")
     print(f"response length: TRL {trl['length'][0]:.1f} to {trl['length'][1]:.1f}; final accuracy, aggcli: {accuracy}")
     for name, ratio in ratios.items():
         print(f"{name.replace('_', ' ')}: {ratio:.1f}")
     share = found["share_of_matmul_rate"]
     print(f"float32 matmul of the machine: {found['matmul_gflops']:.0f} GFLOP/s; the stack's share of it: {share:.2f}")
     for runs, cost in found["stack"].items():
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in cost["shares"].items())
-        print(f"stack of {runs:>2}: {cost['ms_per_run_and_step']:6.1f} ms per run and step ({shares})")
+        told = ", ".join(f"{name} {share:.0%}" for name, share in cost["shares"].items())
+        print(f"where the time goes, {runs:2} runs on {cost['processes']} processes: {told}")
 
 
 def main() -> None:

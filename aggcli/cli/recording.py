@@ -1,0 +1,152 @@
+"""Where training is recorded: the results directory, and what its manifests say before the first step and after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aggcli import records
+from aggcli.cli.console import invocation
+from aggcli.config import to_flat, to_toml
+from aggcli.errors import RecordError
+from aggcli.records import RunWriter
+
+if TYPE_CHECKING:
+    from aggcli.cli.training import TrainingRequest
+    from aggcli.grid import Setup
+    from aggcli.training.loop import TrainedStep, Trainer
+    from aggcli.training.report import RunReport
+    from aggcli.training.stack import RunSpec
+    from aggcli.world import World
+
+FREE_ON_RESUME = ("steps", "processes", "log_to")
+"""Settings that a resumed run may change."""
+
+
+def directory_of(request: TrainingRequest, world: World) -> Path:
+    """The results directory: a fresh one, or the one to resume in; the same on every rank. Raises `RecordError`."""
+    found: Path | str | None = None
+    if world.is_root:
+        try:
+            found = _chosen_directory(request)
+        except RecordError as error:
+            found = str(error)
+    found = world.broadcast(found)
+    if isinstance(found, str):
+        raise RecordError(found if world.is_root else "")
+    assert found is not None
+    return found
+
+
+def _chosen_directory(request: TrainingRequest) -> Path:
+    if not request.resume:
+        name = f"{request.command}-{request.modes[0]}" if request.command == "run" else request.command
+        return records.fresh_directory(request.output, name, overwrite=request.overwrite)
+    if request.output is None:
+        raise RecordError("--resume needs --output DIR, the results directory to go on with")
+    if _is_blank(request.output):
+        return request.output
+    manifest = records.read_manifest(request.output)
+    if manifest["command"] != request.command:
+        raise RecordError(f"--resume: {request.output} was made by `aggcli {manifest['command']}`; resume it by that command")
+    now = to_flat(request.config)
+    for name, value in manifest["settings"].items():
+        mine = list(v) if isinstance(v := now.get(name), tuple) else v
+        if mine != value and name not in FREE_ON_RESUME:
+            raise RecordError(
+                f"--resume: {name} is {mine} now and was {value} in {request.output}; a resumed run keeps its settings"
+            )
+    return request.output
+
+
+def _is_blank(directory: Path) -> bool:
+    """A directory that a run has made and was killed before it wrote what it is."""
+    return directory.is_dir() and all(path.name == records.MANIFEST + ".tmp" for path in directory.iterdir())
+
+
+def processes_before(directory: Path) -> int | None:
+    """On how many processes the runs in a results directory were trained; None where nothing says so."""
+    return None if _is_blank(directory) else records.read_manifest(directory).get("processes")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What is the same for all runs of a stack, wherever they are trained. `resume_at`: the rollout step to go on from."""
+
+    request: TrainingRequest
+    setup: Setup
+    runs: Sequence[RunSpec]
+    directory: Path
+    processes: int
+    resume_at: int | None
+
+    @contextmanager
+    def recorded(self, world: World) -> Iterator[None]:
+        """The manifest of a comparison, from its start to how it ended; nothing for a single run, which has its own."""
+        if not world.is_root or self.request.command != "compare":
+            yield
+            return
+        names = [run.name for run in self.runs]
+        manifest = {"schema": records.SCHEMA, "kind": "comparison", "runs": names, **self._shared(world)}
+        records.write_manifest(self.directory, {**manifest, "status": "running"})
+        with ExitStack() as stack:
+            stack.push(
+                lambda kind, error, trace: records.write_manifest(self.directory, {**manifest, "status": records.ended(error)})
+            )
+            yield
+
+    @contextmanager
+    def writers(self, runs: Sequence[RunSpec], world: World) -> Iterator[dict[str, RunWriter]]:
+        """One writer for each of these runs at the root of the world; none elsewhere."""
+        from aggcli import sinks
+
+        if not world.is_root:
+            yield {}
+            return
+        shared = self._shared(world)
+        open_sinks = sinks.Sinks(self.request.config.log_to, self.directory).of_run
+        with ExitStack() as stack:
+
+            def opened(run: RunSpec) -> RunWriter:
+                folder = self.directory / run.name
+                return records.RunWriter(folder, _manifest(run, shared), self.resume_at, open_sinks, timed=True)
+
+            yield {run.name: stack.enter_context(opened(run)) for run in runs}
+
+    def _shared(self, world: World) -> dict[str, Any]:
+        import torch
+
+        config = self.request.config
+        return {
+            "command": self.request.command,
+            "arguments": invocation(),
+            "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in to_flat(config).items()},
+            "config": to_toml(config),
+            "response_limit": self.setup.response_limit,
+            "environment": records.environment(str(self.setup.device), torch.get_num_threads()),
+            "ranks": world.size,
+            "processes": self.processes,
+        }
+
+
+def _manifest(run: RunSpec, shared: dict[str, Any]) -> dict[str, Any]:
+    factor = run.lr / shared["settings"]["lr"]
+    divisor = run.objective.loss_aggregation_divisor
+    own = {"mode": run.mode, "seed": run.seed, "lr": run.lr, "lr_factor": factor, "divisor": divisor}
+    return {"kind": "run", **own, **shared}
+
+
+def write(writer: RunWriter, number: int, rollout_step: int, report: RunReport) -> None:
+    """One optimizer step of a run."""
+    head = {"step": number, "rollout_step": rollout_step, "mode": report.run.mode, "seed": report.run.seed}
+    writer.step({**head, **report.values}, [{**head, **line} for line in report.layouts])
+
+
+def write_timing(writers: Mapping[str, RunWriter], trainer: Trainer, done: TrainedStep) -> None:
+    """One line for every run that was in the stack during the step, also for those that diverged in it."""
+    runs = [*trainer.runs, *(gone.run for gone in done.diverged)]
+    for run in runs:
+        writers[run.name].timing(done.step, done.seconds, len(runs), done.tokens)

@@ -1,0 +1,188 @@
+"""Processes that share the runs of a stack: what they exchange, and what happens when one of them ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from aggcli import grid
+from aggcli.errors import RecordError
+from aggcli.team import MemberFailed, Team, together
+from tests.cli import aggcli, refused
+from tests.fixtures import MODES
+from tests.train_worker import SMALL
+
+ROOT = Path(__file__).parent.parent
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "steps"]
+
+
+def test_every_member_has_its_number_and_the_root_gets_all_results_in_order() -> None:
+    assert together(3, lambda team: (team.rank, team.size, os.getpid() == root)) == [(0, 3, True), (1, 3, False), (2, 3, False)]
+
+
+root = os.getpid()
+
+
+def test_everyone_tells_every_member_the_items_of_all_and_gather_only_the_root() -> None:
+    def work(team: Team) -> tuple[list[int], list[int]]:
+        return team.everyone(10 * team.rank), team.gather(team.rank)
+
+    assert together(3, work) == [([0, 10, 20], [0, 1, 2]), ([0, 10, 20], []), ([0, 10, 20], [])]
+
+
+def test_a_member_that_is_killed_is_named_with_its_signal() -> None:
+    def work(team: Team) -> None:
+        if team.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        team.everyone(None)
+
+    with pytest.raises(MemberFailed, match=r"process 2 \(pid \d+\), which trained .* was ended by SIGKILL") as caught:
+        together(3, work)
+    assert caught.value.exit_code == 1
+
+
+def test_a_member_that_says_no_is_heard_at_the_root_in_its_own_words_and_code() -> None:
+    def work(team: Team) -> None:
+        if team.rank == 1:
+            raise RecordError("no room")
+        team.everyone(None)
+
+    with pytest.raises(MemberFailed, match=r"^no room$") as caught:
+        together(2, work)
+    assert caught.value.exit_code == 2
+
+
+def test_members_end_with_a_root_that_fails(tmp_path: Path) -> None:
+    def work(team: Team) -> None:
+        if team.is_root:
+            (tmp_path / "0").touch()
+            raise ValueError("root")
+        (tmp_path / "1").write_text(str(os.getpid()))
+        team.everyone(None)
+
+    with pytest.raises(ValueError, match="root"):
+        together(2, work)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "1").read_text()), 0)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from aggcli.cli.main import main
+
+    directory = tmp_path_factory.mktemp("alone") / "out"
+    assert main(["compare", *FLAGS, "--seeds=2", "--steps=4", "--processes=1", f"--output={directory}"]) == 0
+    return directory
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_runs_shared_out_are_the_runs_of_one_process(capsys, tmp_path: Path, alone: Path, processes: int) -> None:
+    directory = tmp_path / "out"
+    alone = Path(shutil.copytree(alone, tmp_path / "alone"))
+    told = aggcli(
+        capsys, "compare", *FLAGS, "--seeds=2", "--steps=4", f"--processes={processes}", "--output", directory, "--json"
+    )
+    assert told.code == 0, told.err
+    manifest, expected = (json.loads((one / "manifest.json").read_text()) for one in (directory, alone))
+    assert manifest["processes"] == processes
+    assert manifest["runs"] == expected["runs"]
+    assert json.loads(told.out)["modes"] == manifest["final"]["modes"]
+    for name in manifest["runs"]:
+        for file in ("metrics.jsonl", "layouts.jsonl"):
+            assert _close(_lines(directory / name / file), _lines(alone / name / file)) < 1e-10
+        own, other = (json.loads((one / name / "manifest.json").read_text()) for one in (directory, alone))
+        assert own["evaluation"] == other["evaluation"]
+    longer = [*FLAGS, "--seeds=2", "--steps=6", "--resume", "--output"]
+    assert aggcli(capsys, "compare", *longer, directory).code == 0
+    assert json.loads((directory / "manifest.json").read_text())["processes"] == processes, "goes on as it was begun"
+    assert aggcli(capsys, "compare", *longer, alone).code == 0
+    last = Path(manifest["runs"][-1], "metrics.jsonl")
+    assert _close(_lines(directory / last), _lines(alone / last)) < 1e-10
+    assert len(_lines(alone / last)) == 6
+
+
+def _lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _close(a: object, b: object) -> float:
+    """The largest difference of numbers at the same place; everything else must be equal."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        assert a.keys() == b.keys()
+        return max((_close(a[key], b[key]) for key in a), default=0.0)
+    if isinstance(a, list) and isinstance(b, list):
+        assert len(a) == len(b)
+        return max((_close(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b)
+    assert a == b
+    return 0.0
+
+
+def test_no_more_processes_than_runs_and_none_for_a_single_run(capsys, tmp_path: Path) -> None:
+    assert aggcli(capsys, "run", *FLAGS, "--steps=1", "--processes=4", "--output", tmp_path / "run").code == 0
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["processes"] == 1
+    wide = [*FLAGS, "--modes=token_mean,constant", "--seeds=1", "--steps=1", "--processes=9"]
+    assert aggcli(capsys, "compare", *wide, "--output", tmp_path / "two").code == 0
+    assert json.loads((tmp_path / "two" / "manifest.json").read_text())["processes"] == 2
+    assert "--processes 0: must be at least 1" in refused(aggcli(capsys, "compare", *FLAGS, "--processes=0"))
+
+
+def test_a_run_that_diverges_in_another_process_is_named_once_and_the_others_go_on(
+    capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = grid.runs_of
+    monkeypatch.setattr(
+        grid,
+        "runs_of",
+        lambda *given: [dataclasses.replace(run, lr=1e6) if run.mode == "constant" else run for run in made(*given)],
+    )
+    wild = ["--optimizer=sgd", "--clip-grad=0", "--lr=0.01", "--num-iterations=2", "--kl-coef=0.1", "--no-layout-records"]
+    command = ["compare", *FLAGS, *wild, "--modes=token_mean,constant", "--seeds=1", "--processes=2"]
+    told = aggcli(capsys, *command, "--steps=5", "--output", tmp_path / "out")
+    assert told.code == 1
+    assert told.err.count("note: run constant, seed 0 diverged in step ") == 1
+    assert told.err.splitlines()[-1].startswith("aggcli: 1 of 2 runs diverged: run constant, seed 0 diverged in step ")
+    assert len(_lines(tmp_path / "out" / "token_mean" / "seed-0" / "metrics.jsonl")) == 10
+    assert 1 <= len(_lines(tmp_path / "out" / "constant" / "seed-0" / "metrics.jsonl")) < 10
+    told = aggcli(capsys, *command, "--steps=6", "--output", tmp_path / "out", "--resume")
+    assert told.code == 1
+    assert told.err.count("note: run constant, seed 0 diverged in step ") == 1, "it stays where it was, and is still named"
+    assert len(_lines(tmp_path / "out" / "token_mean" / "seed-0" / "metrics.jsonl")) == 12
+
+
+def test_a_killed_member_ends_the_whole_within_seconds_and_the_stack_is_resumable(tmp_path: Path, alone: Path) -> None:
+    directory = tmp_path / "out"
+    command = [sys.executable, "-m", "aggcli", "compare", *FLAGS, "--seeds=2", "--checkpoint-every=2", "--processes=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = {"env": environment, "text": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*command, "--steps=4000", f"--output={directory}"], **options)
+    metrics = directory / MODES[1] / "seed-0" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
+        time.sleep(0.01)
+    (member,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(member), signal.SIGKILL)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert process.returncode == 1
+    last = errors.splitlines()[-1]
+    assert last.startswith(f"aggcli: process 1 (pid {member}), which trained a share of the runs, was ended by SIGKILL")
+    assert "Traceback" not in errors
+    assert json.loads((directory / "manifest.json").read_text())["status"] == "failed"
+    done = metrics.read_bytes().count(b"\n")
+    process = subprocess.run([*command, f"--steps={done + 4}", f"--output={directory}", "--resume"], timeout=100, **options)
+    assert process.returncode == 0, process.stderr
+    for run in json.loads((directory / "manifest.json").read_text())["runs"]:
+        lines = _lines(directory / run / "metrics.jsonl")
+        assert [line["step"] for line in lines] == list(range(done + 4))
+        assert _close(lines[:4], _lines(alone / run / "metrics.jsonl")[:4]) < 1e-10
