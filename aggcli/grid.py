@@ -159,7 +159,7 @@ def takes_divisor(mode: str) -> bool:
 def processes_of(setup: Setup, runs: int, world: World, before: int | None = None) -> int:
     """How many processes share the runs, where policies are small, on CPU and not on ranks: those asked for, else as many as
     `before` (a resumed stack goes on to the bit only on as many), else one a core."""
-    if world.size > 1 or setup.device.type != "cpu" or setup.policy.width >= SMALL_WIDTH or not can_fork():
+    if world.group is not None or setup.device.type != "cpu" or setup.policy.width >= SMALL_WIDTH or not can_fork():
         return 1
     return min(setup.config.training.processes or before or torch.get_num_threads(), runs)
 

@@ -119,7 +119,8 @@ def test_a_line_names_the_word_size_interval_both_p_values_the_floor_and_the_see
     runs = [run("a", s, [0.1, 0.5 + s / 100]) for s in range(3)] + [run("b", s, [0.1, 0.6 + s * s / 100]) for s in range(3)]
     found = verdict(compare(runs, window=0))
     assert found.headline == "Accuracy is higher under b than under a, at equal steps and at equal tokens."
-    line = "b: higher, +0.107 [+0.078, +0.135], Holm p = 0.0039, sign-flip p = 0.25 (floor 0.25), 3 seeds"  # t = 16
+    line = "b: higher, +0.107 [+0.078, +0.135], Holm p = 0.0078, sign-flip p = 0.25 (floor 0.25), 3 seeds"
+    # t = 16, so p = 1 - 16/sqrt(258), and twice that for two pairs
     assert found.lists == [
         ("at equal steps, accuracy in the training rollouts of step 1, against a", (line,)),
         ("at equal tokens, accuracy in the training rollouts up to 10 tokens, against a", (line,)),
@@ -228,23 +229,51 @@ def trained(mode: str, seed: int, rng: np.random.Generator, gain: float = 0.0) -
 
 @pytest.mark.parametrize("n", [3, 5, 10])
 def test_runs_that_differ_only_in_seed_are_called_different_in_5_percent_of_comparisons(n: int):
-    """300 comparisons at equal steps and as many at equal tokens: 5 % within 3.5 binomial standard errors (1.26 %).
-
-    The interval of the difference covers 0 in all the others."""
+    """300 comparisons: each figure's t-test is below 5 % in 5 % of them, within 3.5 binomial standard errors (1.26 %), and its
+    interval covers 0 in all the others; a verdict, which has both figures, says so in 5 % at most."""
     rng = np.random.default_rng([n, 99])
-    called = []
+    called, said = [], []
     for _ in range(300):
-        runs = [trained(mode, seed, rng) for mode in ("a", "b") for seed in range(n)]
-        rankings = verdict(compare(runs)).rankings
-        called.append([ranking.shown for ranking in rankings])
-        for ranking in rankings:
-            (other,) = (one for one in ranking.standings if one.label == "b")
-            assert other.difference is not None
-            assert other.difference.low is not None
-            assert other.difference.high is not None
-            assert ranking.shown == (not other.difference.low <= 0 <= other.difference.high)
+        comparison = compare([trained(mode, seed, rng) for mode in ("a", "b") for seed in range(n)])
+        found = verdict(comparison)
+        said.append(any(ranking.shown for ranking in found.rankings))
+        pairs = [comparison.outcomes[ranking.figure]["b"].pair for ranking in found.rankings]
+        called.append([pair is not None and pair.test.p is not None and pair.test.p < 0.05 for pair in pairs])
+        for pair, is_called in zip(pairs, called[-1], strict=True):
+            assert pair is not None
+            assert pair.test.difference.low is not None
+            assert pair.test.difference.high is not None
+            assert is_called == (not pair.test.difference.low <= 0 <= pair.test.difference.high)
+    error = 3.5 * math.sqrt(0.05 * 0.95 / 300)
     shares = np.mean(called, axis=0)
-    assert (np.abs(shares - 0.05) < 3.5 * math.sqrt(0.05 * 0.95 / 300)).all(), shares
+    assert shares.shape == (2,)
+    assert (np.abs(shares - 0.05) < error).all(), shares
+    assert 0 < np.mean(said) < 0.05 + error
+    assert np.mean(np.any(called, axis=1)) > np.mean(said), "two tests at 5 % each are more than 5 % together"
+
+
+def test_the_pairs_of_both_rankings_are_corrected_together():
+    """Three pairs at equal steps and three at equal tokens: the smallest p counts six times, the next at least as much."""
+    rng = np.random.default_rng(5)
+    runs = [
+        run(m, s, [0.1, 0.5 + up + rng.normal(0, 0.02)], 10.0 + s)
+        for m, up in zip("abcd", (0, 0.2, 0, 0), strict=True)
+        for s in range(4)
+    ]
+    comparison = compare(runs, window=0)
+    found = verdict(comparison)
+    raw, corrected = [], []
+    for ranking in found.rankings:
+        for one in ranking.standings:
+            if one.word != "baseline":
+                pair = comparison.outcomes[ranking.figure][one.label].pair
+                assert pair is not None
+                raw.append(pair.test.p)
+                corrected.append(one.p_holm)
+    assert len(raw) == 6
+    order = np.argsort(raw)
+    expected = np.minimum(np.maximum.accumulate(np.asarray(raw)[order] * np.arange(6, 0, -1)), 1)
+    assert np.asarray(corrected)[order] == pytest.approx(expected, rel=1e-12)
 
 
 def test_evaluations_that_share_their_prompts_by_seed_are_called_different_in_5_percent_of_comparisons():
@@ -256,9 +285,10 @@ def test_evaluations_that_share_their_prompts_by_seed_are_called_different_in_5_
         hard = rng.normal(0.8, 0.05, 4)
         chance = {one.directory: np.clip(hard[one.seed] + rng.normal(0, 0.01), 0, 1) for one in runs}
         ends = {"fresh/accuracy": {at: rng.binomial(512, chance[at]) / 512 for at in chance}}
-        ranking = verdict(compare(runs, ends=ends)).rankings[0]
-        assert ranking.figure == "accuracy_on_fresh_prompts"
-        called.append(ranking.shown)
+        comparison = compare(runs, ends=ends)
+        assert verdict(comparison).rankings[0].figure == "accuracy_on_fresh_prompts"
+        pair = comparison.outcomes["accuracy_on_fresh_prompts"]["b"].pair
+        called.append(pair is not None and pair.test.p is not None and pair.test.p < 0.05)
     assert abs(np.mean(called) - 0.05) < 3.5 * math.sqrt(0.05 * 0.95 / 300)
 
 

@@ -61,14 +61,15 @@ def student_t(freedom: float) -> float:
 def interval(values: Sequence[float]) -> Interval:
     """The mean of `values` (one a seed) and its Student-t interval, standard deviation with n-1.
 
-    Raises ValueError for no values.
+    One value has no interval, and equal ones (but for rounding) have none either: an interval without width would claim that
+    the next seed must come out the same. Raises ValueError for no values.
     """
     n = len(values)
     if not n:
         raise ValueError("no values to average")
     mean = math.fsum(values) / n
-    if n == 1:
-        return Interval(mean, None, None, 1)
+    if n == 1 or max(values) - min(values) <= _ROUNDING * max(map(abs, values)):
+        return Interval(mean, None, None, n)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
     reach = student_t(n - 1) * spread
     return Interval(mean, mean - reach, mean + reach, n)
@@ -127,7 +128,7 @@ def paired_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> P
     """Difference, interval, t-test and sign-flip test over the seeds that both have; None without a common seed.
 
     Equal differences (but for rounding) have no spread that a t-test could measure them by: their p is the sign-flip's, and
-    they have no interval unless they are 0.
+    they have no interval unless they are 0: then the runs came out the same, and the interval is that point.
     """
     common = sorted(values.keys() & baseline.keys())
     if not common:
@@ -137,8 +138,8 @@ def paired_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> P
     if flipped is None:
         return PairedTest(found, None, None)
     if max(differences) - min(differences) <= _ROUNDING * max(map(abs, differences)):
-        if any(differences):
-            found = Interval(found.mean, None, None, found.n)
+        if not any(differences):
+            found = Interval(0.0, 0.0, 0.0, found.n)
         return PairedTest(found, flipped.p, flipped)
     from scipy import stats
 

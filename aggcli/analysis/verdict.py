@@ -1,9 +1,11 @@
 """Which mode is ahead, in words: by accuracy (or reward) at equal steps and at equal tokens, and never by pg_loss.
 
 pg_loss is no measure of success: its scale is the mode's own, and at the start of a step it is near 0 for every mode whatever
-the policy has learned. A mode is called ahead or behind when the paired t-test against the baseline, corrected by Holm over the
-pairs of the ranking, is below 5 %; otherwise no difference is shown, which is not the same as none being there. Modes other
-than the baseline are not tested against each other, and no word says so.
+the policy has learned. A mode is called ahead or behind when the paired t-test against the baseline is below 5 %, corrected by
+Holm over all pairs of the verdict, those at equal steps and at equal tokens together: runs that differ in nothing are then told
+apart in 5 % of verdicts at most, and not in 5 % of rankings (`experiments/05-null-calibration.py` counts it). Otherwise no
+difference is shown, which is not the same as none being there. Modes other than the baseline are not tested against each other,
+and no word says so.
 
 At equal steps the verdict is by accuracy on fresh prompts where that is sound: every compared run was evaluated at its end, all
 were trained for the same number of steps, and the pairs have the same seeds as in the training rollouts. Then it is the better
@@ -16,13 +18,13 @@ is evaluated once, at the tokens that it happened to end with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from aggcli.analysis.outcomes import Comparison, Outcome
 from aggcli.analysis.run_figures import Common
-from aggcli.analysis.statistics import CONFIDENCE, Interval, SignFlip
+from aggcli.analysis.statistics import CONFIDENCE, Interval, SignFlip, holm
 from aggcli.errors import some
 
 ALPHA = 1 - CONFIDENCE
@@ -34,8 +36,8 @@ Word = Literal["baseline", "higher", "lower", "no difference shown", "not paired
 
 @dataclass(frozen=True)
 class Standing:
-    """A mode's place. `difference`: to the baseline, paired by seed; `word`: what is shown of it at 5 % after Holm; `text`: the
-    same as a line to read, empty for the baseline.
+    """A mode's place. `difference`: to the baseline, paired by seed; `p_holm`: corrected over the pairs of all rankings of the
+    verdict; `word`: what is shown of it at 5 % after that; `text`: the same as a line to read, empty for the baseline.
     """
 
     label: str
@@ -93,8 +95,21 @@ def verdict(comparison: Comparison) -> Verdict:
         ("steps", _at_equal_steps(comparison, measure)),
         ("tokens", f"{measure}_at_equal_tokens"),
     )
-    rankings = tuple(_ranking(comparison, measure, axis, name) for axis, name in axes if name in comparison.outcomes)
+    axes = tuple((axis, figure) for axis, figure in axes if figure in comparison.outcomes)
+    p_holm = _corrected(comparison, [figure for _, figure in axes])
+    rankings = tuple(_ranking(comparison, measure, axis, figure, p_holm) for axis, figure in axes)
     return Verdict(_headline(_MEASURES[measure], rankings), rankings)
+
+
+def _corrected(comparison: Comparison, figures: Sequence[str]) -> dict[tuple[str, str], float | None]:
+    """(figure, label) -> p of the paired t-test, corrected by Holm over all pairs of these figures."""
+    pairs = {
+        (figure, label): outcome.pair.test.p
+        for figure in figures
+        for label, outcome in comparison.outcomes[figure].items()
+        if outcome.pair is not None
+    }
+    return dict(zip(pairs, holm(list(pairs.values())), strict=True))
 
 
 def _at_equal_steps(comparison: Comparison, measure: str) -> str:
@@ -110,16 +125,22 @@ def _seeds(outcome: Outcome) -> int:
     return 0 if outcome.pair is None else outcome.pair.test.difference.n
 
 
-def _ranking(comparison: Comparison, measure: str, axis: Literal["steps", "tokens"], figure: str) -> Ranking:
+def _ranking(
+    comparison: Comparison,
+    measure: str,
+    axis: Literal["steps", "tokens"],
+    figure: str,
+    p_holm: Mapping[tuple[str, str], float | None],
+) -> Ranking:
     outcomes, baseline = comparison.outcomes[figure], comparison.baseline
-    found = [_standing(outcome, baseline) for outcome in outcomes.values()]
+    found = [_standing(outcome, baseline, p_holm.get((figure, label))) for label, outcome in outcomes.items()]
     found.sort(key=lambda one: (one.word == "not paired", 0.0 if one.difference is None else -one.difference.mean))
     shown = any(one.word in ("higher", "lower") for one in found)
     heading = f"at equal {axis}, {_MEASURES[measure]} {_where(found)}, against {baseline}"
     return Ranking(measure, axis, figure, baseline, tuple(found), shown, heading)
 
 
-def _standing(outcome: Outcome, baseline: str) -> Standing:
+def _standing(outcome: Outcome, baseline: str, p_holm: float | None) -> Standing:
     pair = outcome.pair
     if outcome.label == baseline:
         return Standing(outcome.label, outcome.mean, None, None, None, "baseline", outcome.common)
@@ -128,10 +149,10 @@ def _standing(outcome: Outcome, baseline: str) -> Standing:
         return Standing(outcome.label, outcome.mean, None, None, None, "not paired", outcome.common, text)
     difference, flip = pair.test.difference, pair.test.sign_flip
     word: Word = "no difference shown"
-    if pair.p_holm is not None and pair.p_holm < ALPHA:
+    if p_holm is not None and p_holm < ALPHA:
         word = "higher" if difference.mean > 0 else "lower"
-    text = f"{outcome.label}: {word}, {_evidence(difference, pair.p_holm, flip)}"
-    return Standing(outcome.label, outcome.mean, difference, pair.p_holm, flip, word, pair.common, text)
+    text = f"{outcome.label}: {word}, {_evidence(difference, p_holm, flip)}"
+    return Standing(outcome.label, outcome.mean, difference, p_holm, flip, word, pair.common, text)
 
 
 # -- in words -----------------------------------------------------------------------------------------------------------
