@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from aggcli.measurement.words import plural
+from aggcli.cli.replaying import MOST_NOTES, _say_notes
+from aggcli.config import ObjectiveConfig, SourceConfig
+from aggcli.measurement.inventory import inventory
+from aggcli.measurement.words import in_bytes, plural
+from aggcli.rollouts.batch import RecordedLayout, RecordedStep
+from aggcli.rollouts.sources import open_source
 from tests.cli import aggcli, write_jsonl
 
 
@@ -90,6 +96,33 @@ def test_the_correct_samples_of_a_single_step_have_their_lengths(capsys, tmp_pat
 def test_one_is_singular_and_any_other_number_plural() -> None:
     assert [plural(n, "run") for n in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
     assert [plural(n, "sample has", "samples have") for n in (1, 3)] == ["1 sample has", "3 samples have"]
+
+
+def test_bytes_are_told_in_powers_of_a_thousand() -> None:
+    assert [in_bytes(n) for n in (0, 999, 1000, 1_250_000)] == ["0 B", "999 B", "1.0 kB", "1.2 MB"]
+
+
+@pytest.mark.parametrize(("left", "said"), [(1, "1 more note is left out"), (2, "2 more notes are left out")])
+def test_notes_that_find_no_room_are_counted(capsys: pytest.CaptureFixture[str], left: int, said: str) -> None:
+    _say_notes({f"note {at}": [0] for at in range(MOST_NOTES + left)}, 1)
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"note: {said} here; ")
+
+
+@pytest.mark.parametrize(("rights", "said"), [("r", "1 sample in 1 step"), ("rw", "2 samples in 1 step")])
+def test_converted_samples_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path, rights: str, said: str) -> None:
+    path, converted = write_jsonl(tmp_path / "a.jsonl", samples(rights)), tmp_path / "b.jsonl"
+    assert aggcli(capsys, "convert", path, converted).out == f"{converted}: {said}, from aggcli\n"
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "said"), [([[0, 1]], "dp1, 1 micro-batch"), ([[0], [1]], "dp1, 2 micro-batches")], ids=["one", "two"]
+)
+def test_the_micro_batches_of_a_recorded_layout_are_counted(tmp_path: Path, micro_batches: list[list[int]], said: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", samples("rw"))
+    (batch,) = open_source(SourceConfig(rollouts=(str(path),)), 0)
+    recorded = RecordedLayout((RecordedStep(((0, 1),), (tuple(map(tuple, micro_batches)),)),))
+    batch = dataclasses.replace(batch, recorded=recorded)
+    assert inventory(batch, ObjectiveConfig(), 1.0)["recorded_layout"] == said
 
 
 @pytest.mark.parametrize(

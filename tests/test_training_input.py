@@ -78,6 +78,11 @@ def test_one_rollout_per_prompt_is_warned_about_and_trains_without_a_signal(caps
     assert "2 steps of runs had only groups of equal rewards" in said
 
 
+def test_one_step_without_a_signal_is_told_in_the_singular(capsys, tmp_path: Path) -> None:
+    said, _ = _trained(capsys, tmp_path / "out", "--n-samples-per-prompt=1", "--steps=1")
+    assert "1 step of a run had only groups of equal rewards: it carries no signal and changes nothing" in said
+
+
 def test_steps_without_a_mixed_group_are_empty_change_nothing_and_are_said_plainly(capsys, tmp_path: Path) -> None:
     said, lines = _trained(
         capsys, tmp_path / "out", "--n-samples-per-prompt=1", "--dynamic-sampling", "--dynamic-sampling-rounds=3"

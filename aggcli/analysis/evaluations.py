@@ -7,27 +7,25 @@ same noise: differences are paired by seed, as in the training rollouts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from aggcli.analysis.histories import History
 from aggcli.measurement.words import plural
-from aggcli.records import read_manifest
 
 _FIELDS = ("accuracy", "response_length", "correct_response_length", "incorrect_response_length")
 """Fields of an evaluation; the measure of each is named `fresh/<field>`."""
 
 
-def read_evaluations(runs: Sequence[History]) -> tuple[dict[str, dict[Path, float]], list[str]]:
+def evaluations_of(runs: Sequence[History]) -> tuple[dict[str, dict[Path, float]], list[str]]:
     """Measure -> run directory -> number, and notes. Empty unless every run was evaluated: an arm of those runs alone that came
-    to their end would be one of survivors. Raises `RecordError` for a manifest that cannot be read.
+    to their end would be one of survivors.
     """
-    read = {run.directory: read_manifest(run.directory).get("evaluation") for run in runs}
-    known = {directory: found for directory, found in read.items() if isinstance(found, Mapping)}
+    known = {run.directory: run.evaluation for run in runs if run.evaluation is not None}
     if not known:
         return {}, []
-    if len(known) < len(read):
-        missing = plural(len(read) - len(known), "run was", "runs were")
+    if len(known) < len(runs):
+        missing = plural(len(runs) - len(known), "run was", "runs were")
         return {}, [f"{missing} not evaluated at the end, so no figures on fresh prompts are compared"]
     ends = {f"fresh/{name}": {at: _number(found.get(name)) for at, found in known.items()} for name in _FIELDS}
     return ends, []

@@ -44,7 +44,7 @@ class History:
     sampled by the policy that the earlier steps made. Both are NaN behind a missing step, since nobody knows what it took.
     `seconds` are the run's share of those of its stack. `measures` has the names in `MEASURES`. `repeated`: lines that record
     an optimizer step again; the last one counts. `stack`: what tells the stack that the run was trained in from others; None
-    where no seconds are recorded.
+    where no seconds are recorded. `evaluation`: on fresh prompts after training, None where the run was not evaluated.
     """
 
     directory: Path
@@ -60,6 +60,7 @@ class History:
     repeated: int = 0
     label: str = ""
     stack: tuple[float, float] | None = None
+    evaluation: Mapping[str, Any] | None = None
 
     def axis(self, name: str) -> Floats:
         """`steps`, `tokens` or `seconds`, as float64 [E]."""
@@ -107,13 +108,13 @@ def read_history(directory: Path) -> History | None:
     parts = {name: values[last][order] for name, values in columns.items()}
     totals = {name: _sums(parts[name], starts) for name in _COUNTS}
     share, stack = _shares(directory / TIMINGS, steps)
-    environment = manifest.get("environment") or {}
+    environment, evaluation = manifest.get("environment") or {}, manifest.get("evaluation")
     return History(
         directory=directory,
         mode=str(manifest.get("mode", "custom")),
         seed=int(manifest.get("seed", (manifest.get("settings") or {}).get("seed", 0))),
         status=str(manifest.get("status", "")),
-        settings=_settings(manifest),
+        settings=resolved_settings(manifest),
         provenance=_provenance(environment, manifest),
         steps=steps,
         tokens=_before(totals["response_tokens"], steps),
@@ -121,11 +122,12 @@ def read_history(directory: Path) -> History | None:
         measures=_measures(parts, totals, starts),
         repeated=columns["samples"].size - len(last),
         stack=stack,
+        evaluation=evaluation if isinstance(evaluation, Mapping) else None,
     )
 
 
-def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with what the run made of them: its own divisor and the response limit."""
+def resolved_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in a run's manifest, with what the run made of them: its own divisor and the response limit."""
     resolved = {"loss_aggregation_divisor": manifest.get("divisor"), "max_response_length": manifest.get("response_limit")}
     given = manifest.get("settings") or {}
     return {**given, **{name: value for name, value in resolved.items() if value is not None}}

@@ -39,12 +39,12 @@ class SettingDifference:
         return f"{self.name}: " + "; ".join(f"{value} in {some(labels, 4)}" for value, labels in self.values.items())
 
 
-def effective_settings(run: History) -> dict[str, Any]:
-    """The settings that this run's numbers depend on, other than its mode and seed."""
+def effective_settings(mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the numbers of a run of this mode depend on, other than its mode and seed."""
     return {
         name: value
-        for name, value in run.settings.items()
-        if name not in _THE_MODE | _BOOKKEEPING and _OF_ONE_MODE.get(name, run.mode) == run.mode
+        for name, value in settings.items()
+        if name not in _THE_MODE | _BOOKKEEPING and _OF_ONE_MODE.get(name, mode) == mode
     }
 
 
@@ -91,7 +91,7 @@ def without_duplicates(runs: Sequence[History]) -> tuple[list[History], list[str
 def differences(runs: Sequence[History]) -> list[SettingDifference]:
     """Every setting, version and device with more than one value among the runs, the mode and the seed aside."""
     return [
-        *_differing(runs, [effective_settings(run) for run in runs], "setting"),
+        *_differing(runs, [effective_settings(run.mode, run.settings) for run in runs], "setting"),
         *_differing(runs, [run.provenance for run in runs], "provenance"),
     ]
 
@@ -119,7 +119,8 @@ def warnings(found: Sequence[SettingDifference]) -> list[str]:
 
 
 def _identity(run: History) -> dict[str, Any]:
-    return {name: _hashable(value) for name, value in effective_settings(run).items() if name not in _NOT_IDENTITY}
+    settings = effective_settings(run.mode, run.settings)
+    return {name: _hashable(value) for name, value in settings.items() if name not in _NOT_IDENTITY}
 
 
 def _hashable(value: Any) -> Any:

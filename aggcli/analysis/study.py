@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aggcli.analysis.evaluations import read_evaluations
+from aggcli.analysis.evaluations import evaluations_of
 from aggcli.analysis.histories import History
 from aggcli.analysis.outcomes import Comparison, compare
 from aggcli.analysis.recorded import compare_recorded, on_recorded_rollouts, recorded_verdict
@@ -49,6 +49,6 @@ def study(
         return Study(tuple(runs), True, comparison, recorded_verdict(comparison, runs), tuple(notes))
     if left := len(read) - len(sampled):
         notes.append(f"{plural(left, 'run is', 'runs are')} on recorded rollouts and left out of the comparison")
-    ends, missing = read_evaluations(runs)
+    ends, missing = evaluations_of(runs)
     comparison = compare(runs, baseline, window=window, reach=reach, ends=ends)
     return Study(tuple(runs), False, comparison, verdict(comparison), (*notes, *missing, *comparison.notes))

@@ -17,7 +17,7 @@ import typer.core
 
 from aggcli import config
 from aggcli.cli.console import say
-from aggcli.config import FIELDS, RunConfig, flag, read_toml, settings_from
+from aggcli.config import FIELDS, RunConfig, flag, read_toml, sections, settings_from
 from aggcli.errors import SettingError
 
 _PANELS = {
@@ -189,12 +189,12 @@ class _Details:
 
 @functools.cache
 def _documented() -> dict[str, _Details]:
-    """For each setting the text that stands under its field in `aggcli.config`, its panel and its default."""
+    """For each setting the text that stands under its field in `aggcli.config.sections`, its panel and its default."""
     found: dict[str, _Details] = {}
-    for node in ast.parse(inspect.getsource(config)).body:
+    for node in ast.parse(inspect.getsource(sections)).body:
         if not isinstance(node, ast.ClassDef) or node.name not in _PANELS:
             continue
-        defaults = {item.name: item.default for item in dataclasses.fields(getattr(config, node.name))}
+        defaults = {item.name: item.default for item in dataclasses.fields(getattr(sections, node.name))}
         for field, text in zip(node.body, node.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 name = ast.unparse(field.target)

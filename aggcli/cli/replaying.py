@@ -13,6 +13,7 @@ from aggcli.analysis.tolerance import TOLERANCE
 from aggcli.cli.console import invocation, out, progress, say
 from aggcli.config import MODES, RunConfig, to_flat, to_toml
 from aggcli.errors import CheckFailed, ExitCode, SettingError, some
+from aggcli.measurement.words import plural
 
 if TYPE_CHECKING:
     from aggcli.records import RunWriter
@@ -261,7 +262,8 @@ def _say_notes(notes: dict[str, list[int]], steps: int) -> None:
         where = "" if len(about) == steps else f"step {about[0]}: " if len(about) == 1 else f"steps {some(about)}: "
         say(where + note)
     if len(notes) > MOST_NOTES:
-        say(f"{len(notes) - MOST_NOTES} more notes are left out here; metrics.jsonl and --json hold them all")
+        left_out = plural(len(notes) - MOST_NOTES, "more note is", "more notes are")
+        say(f"{left_out} left out here; metrics.jsonl and --json hold them all")
 
 
 def _check(request: Request, steps: Sequence[dict[str, Any]]) -> None:

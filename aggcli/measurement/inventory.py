@@ -11,6 +11,7 @@ from aggcli.config import MODES, ObjectiveConfig
 from aggcli.errors import RolloutError
 from aggcli.measurement.local import is_correct
 from aggcli.measurement.notes import skipped
+from aggcli.measurement.words import plural
 from aggcli.objective.aggregation import need_groups
 from aggcli.objective.step import step_inputs, with_advantages
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, group_of_rollout, is_first
@@ -86,8 +87,8 @@ def _recorded(batch: RolloutBatch) -> str | None:
         return None
     first = batch.recorded.steps[0]
     ranks, micro_batches = len(first.partitions), sum(len(of_rank) for of_rank in first.micro_batches)
-    steps = len(batch.recorded.steps)
-    return f"dp{ranks}, {micro_batches} micro-batches" + (f", {steps} optimizer steps" if steps > 1 else "")
+    steps, cut = len(batch.recorded.steps), plural(micro_batches, "micro-batch", "micro-batches")
+    return f"dp{ranks}, {cut}" + (f", {steps} optimizer steps" if steps > 1 else "")
 
 
 def _statuses(batch: RolloutBatch) -> dict[str, int]:

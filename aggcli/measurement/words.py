@@ -1,4 +1,4 @@
-"""Counted words, for notes, tables and figures."""
+"""Numbers in words, for notes, tables and figures."""
 
 from __future__ import annotations
 
@@ -6,3 +6,11 @@ from __future__ import annotations
 def plural(number: int, one: str, several: str | None = None) -> str:
     """`1 run`, `2 runs`; with a verb that follows the number, `plural(n, "rank holds", "ranks hold")`: `1 rank holds`."""
     return f"{number} {one}" if number == 1 else f"{number} {several if several is not None else one + 's'}"
+
+
+def in_bytes(count: int) -> str:
+    """Bytes as text, in powers of 1000: `999 B`, `1.2 MB`."""
+    if count < 1000:
+        return f"{count} B"
+    power = min((len(str(count)) - 1) // 3, 4)
+    return f"{count / 1000**power:.1f} {'kMGT'[power - 1]}B"

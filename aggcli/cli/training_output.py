@@ -1,0 +1,135 @@
+"""What `run` and `compare` say before they train, and what they record, print and draw at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aggcli.analysis.tolerance import TOLERANCE
+from aggcli.cli.console import out, say
+from aggcli.errors import CheckFailed, ExitCode, RecordError
+from aggcli.measurement.words import plural
+
+if TYPE_CHECKING:
+    from aggcli.cli.training import Outcome, TrainingRequest
+    from aggcli.grid import Setup
+    from aggcli.training.stack import RunSpec
+
+
+def say_before(
+    request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], directory: Path, resumed_at: int | None
+) -> None:
+    """What is about to be trained, and whether the modes can differ on it at all."""
+    from aggcli.grid import predicted_gap
+
+    training = request.config.training
+    if request.command == "run":
+        say(f"mode: {request.modes[0]}")
+    if "constant" in request.modes:
+        divisor = next(run.objective.loss_aggregation_divisor for run in runs if run.mode == "constant")
+        say(f"constant divides by {divisor:g} tokens")
+    if training.match == "grad-norm":
+        rates = ", ".join(f"{run.mode}/{run.seed} {run.lr:.4g}" for run in runs)
+        say(f"learning rates, matched by the size of the first update: {rates}")
+    if training.n_samples_per_prompt == 1:
+        say("one rollout per prompt: every advantage is 0, so there is no signal; raise --n-samples-per-prompt")
+    if resumed_at is not None:
+        say(f"resuming {directory} at step {resumed_at}")
+    if setup.task is None:
+        return
+    gap = predicted_gap(setup, request.modes, request.seeds[0])
+    say(
+        f"before training: accuracy {gap.start.accuracy:.3f}, response length {gap.start.response_length:.1f} tokens"
+        f" (standard deviation {gap.start.response_length_std:.1f}); weight on the longest quarter of responses: "
+        + ", ".join(f"{mode} {share:.2f}" for mode, share in gap.shares.items())
+    )
+    if gap.start.response_length_std == 0:
+        say("every response has the same length, so the modes cannot differ on this task")
+
+
+def finish(
+    request: TrainingRequest,
+    setup: Setup,
+    runs: Sequence[RunSpec],
+    outcomes: Sequence[Outcome],
+    directory: Path,
+) -> int:
+    """Record, print and draw the final figures. Raises `CheckFailed` where a layout changed a number or a run diverged."""
+    from aggcli.records import to_json, update_manifest
+    from aggcli.report.training_tables import last_step_table, training_table
+
+    final = {name: dataclasses.asdict(found) for outcome in outcomes for name, found in outcome.final.items()}
+    for name, evaluation in final.items():
+        update_manifest(directory / name, evaluation=evaluation)
+    summary = _summary(setup, runs, final, directory)
+    update_manifest(directory, final=summary)
+    if request.json:
+        print(to_json({"schema": 1, "results": str(directory), **summary, **_steps_json(request, directory)}))
+    else:
+        out().print(last_step_table(summary) if setup.task is None else training_table(summary))
+    if request.command == "compare":
+        _draw(directory)
+    silent_steps = sum(outcome.silent_steps for outcome in outcomes)
+    if silent_steps:
+        one = "step of a run had only groups of equal rewards: it carries no signal and changes nothing"
+        several = "steps of runs had only groups of equal rewards: they carry no signal and change nothing"
+        say(plural(silent_steps, one, several))
+    say(f"recorded in {directory}")
+    limit = TOLERANCE[request.config.dtype or "float64"]
+    deviation = max(outcome.deviation for outcome in outcomes)
+    if deviation > limit:
+        raise CheckFailed(f"a layout changed pg_loss by {deviation:.3g}, relative; layouts.jsonl tells which")
+    diverged = [text for outcome in outcomes for text in outcome.diverged]
+    if diverged:
+        raise CheckFailed(f"{len(diverged)} of {len(runs)} runs diverged: {diverged[0]}")
+    return ExitCode.DONE
+
+
+def _summary(setup: Setup, runs: Sequence[RunSpec], final: Mapping[str, Mapping[str, Any]], directory: Path) -> dict[str, Any]:
+    """Final figures on fresh prompts; on recorded rollouts, which have no fresh prompts, the numbers of the last step."""
+    from aggcli import records
+    from aggcli.analysis.comparison import final_summary, last_step_summary
+
+    names = [(run.name, run.mode, run.seed) for run in runs]
+    if setup.task is not None:
+        return final_summary(names, final)
+    lines = {run.name: list(records.read_lines(directory / run.name / records.METRICS)) for run in runs}
+    return last_step_summary(names, {name: found[-1] for name, found in lines.items() if found})
+
+
+def _steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
+    """For `run`: every optimizer step in the shape that replay prints."""
+    if request.command != "run":
+        return {}
+    from aggcli import records
+
+    layouts: dict[int, dict[str, Any]] = {}
+    for line in records.read_lines(directory / records.LAYOUTS):
+        layouts.setdefault(line["step"], {})[line["layout"]] = line
+    mode = request.modes[0]
+    return {
+        "steps": [
+            {"step": line["step"], "modes": {mode: {**line, "layouts": layouts[line["step"]]}}}
+            for line in records.read_lines(directory / records.METRICS)
+        ]
+    }
+
+
+def _draw(directory: Path) -> None:
+    """The learning curves of a comparison, beside its records."""
+    os.environ["MPLBACKEND"] = "agg"
+    from aggcli.analysis.frames import read_frames
+    from aggcli.report.curves import learning_curves
+    from aggcli.report.style import save
+
+    folder = directory / "figures"
+    folder.mkdir(exist_ok=True)
+    try:
+        save(learning_curves(read_frames([directory], only_metrics=True)), folder / "learning_curves.png")
+    except RecordError as error:
+        say(str(error))
+    else:
+        say(f"figure: {folder / 'learning_curves.png'}")

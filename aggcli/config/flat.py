@@ -1,0 +1,122 @@
+"""Settings from flat values and back: every setting has one flat name, `eps_clip` in TOML and `--eps-clip` as a flag."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from aggcli.config.checks import check, flag
+from aggcli.config.sections import RunConfig, SourceConfig, SyntheticConfig
+from aggcli.errors import SettingError, nearest
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_aggregation": "sample_mean", "advantages": "grpo", "eps_clip": 0.2},
+    "dapo": {
+        "loss_aggregation": "prompt_mean",
+        "advantages": "grpo",
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.28,
+        "dynamic_sampling": True,
+        "overlong_buffer": 8,
+    },
+    "dr_grpo": {"loss_aggregation": "constant", "advantages": "mean_only", "eps_clip": 0.2},
+}
+"""What each recipe sets unless a flag or the config file says otherwise (DeepSeekMath; DAPO; Dr.GRPO)."""
+
+
+def _flat_fields(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        hint = hints[item.name]
+        found.update(_flat_fields(typing.cast(type, hint)) if dataclasses.is_dataclass(hint) else {item.name: hint})
+    return found
+
+
+FIELDS = _flat_fields(RunConfig)
+"""Every setting by its flat name, with its type."""
+SOURCE_SETTINGS = tuple(name for name in _flat_fields(SourceConfig) if name not in _flat_fields(SyntheticConfig))
+"""The settings of recorded rollouts: for commands that read them and do nothing else."""
+
+
+def settings_from(given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> RunConfig:
+    """Build and check settings from flat values.
+
+    Precedence: `given` (flags and config file), then the recipe, then `defaults`, then the fields' own defaults. Values of
+    None count as not given. Raises `SettingError` naming the setting that is unknown, of the wrong type or out of range.
+    """
+    asked = {name: value for name, value in given.items() if value is not None}
+    for name in asked:
+        if name not in FIELDS:
+            raise SettingError(f"unknown setting '{name}'{nearest(name, FIELDS)}")
+    recipe = asked.get("recipe")
+    if recipe is not None and recipe not in RECIPES:
+        raise SettingError(f"unknown recipe '{recipe}'{nearest(str(recipe), RECIPES)}")
+    values = {**(defaults or {}), **RECIPES.get(str(recipe), {}), **asked}
+    values.update(_one_thing(asked, values))
+    config = _build(RunConfig, values)
+    check(config)
+    return config
+
+
+def _one_thing(asked: Mapping[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """token_mean and --calculate-per-token-loss set each other; contradictions are refused."""
+    mode, per_token = asked.get("loss_aggregation"), values.get("calculate_per_token_loss")
+    if per_token is False and "calculate_per_token_loss" in asked and mode == "token_mean":
+        raise SettingError("--loss-aggregation token_mean is --calculate-per-token-loss; drop one of the two")
+    if per_token and mode not in (None, "token_mean"):
+        raise SettingError(
+            f"--calculate-per-token-loss is token_mean and cannot go with --loss-aggregation {mode}; drop one of the two"
+        )
+    if per_token:
+        return {"loss_aggregation": "token_mean"}
+    return {"calculate_per_token_loss": values.get("loss_aggregation") == "token_mean"}
+
+
+def _build(cls: type, values: Mapping[str, object]) -> Any:
+    hints = typing.get_type_hints(cls)
+    made: dict[str, object] = {}
+    for item in dataclasses.fields(cls):
+        hint = hints[item.name]
+        if dataclasses.is_dataclass(hint):
+            made[item.name] = _build(typing.cast(type, hint), values)
+        elif item.name in values:
+            made[item.name] = _coerced(item.name, values[item.name], hint)
+    return cls(**made)
+
+
+def _coerced(name: str, value: object, hint: Any) -> object:
+    """`value` as the type `hint`, or a `SettingError` that says what was expected."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in options:
+            return None
+        return _coerced(name, value, next(option for option in options if option is not type(None)))
+    if origin is Literal:
+        if value in options:
+            return value
+        raise SettingError(f"{flag(name)} '{value}' is not one of its values{nearest(str(value), options)}")
+    if origin is tuple:
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
+            return tuple(items)
+        raise SettingError(f"{flag(name)} {value!r}: must be a list of texts")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if type(value) is not hint:
+        raise SettingError(f"{flag(name)} {value!r}: must be of type {hint.__name__}")
+    return value
+
+
+def to_flat(config: Any) -> dict[str, object]:
+    """The settings as flat names and plain values."""
+    flat: dict[str, object] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        flat.update(to_flat(value) if dataclasses.is_dataclass(value) else {item.name: value})
+    return flat
