@@ -285,14 +285,16 @@ def measure(steps: int, threads: int) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
+    from aggcli.measurement.words import plural
+
     trl, ours, ratios = found["trl"], found["aggcli"], found["ratios"]
     accuracy = ", ".join(f"{mode} {figures['accuracy']['mean']:.3f}" for mode, figures in ours["final"].items())
     print(f"{found['steps']} steps of {PROMPTS} x {GROUP} rollouts, at most {LIMIT} tokens, {found['threads']} threads")
     print(f"TRL, one process:        {trl['process_s']:8.1f} s, {1e3 * trl['step_s']:7.1f} ms a step (median)")
     for runs, cost in found["stack"].items():
         whole, step = ours["process_s"][runs], cost["ms_per_run_and_step"]
-        told = f"{whole:8.1f} s, {step:7.1f} ms a run's step (median), on {cost['processes']} processes"
-        print(f"aggcli, {runs:2} runs:         {told}")
+        told = f"{whole:8.1f} s, {step:7.1f} ms a run's step (median), on {plural(cost['processes'], 'process', 'processes')}"
+        print(f"aggcli, {plural(runs, 'run', 'runs'):16} {told}")
     print(f"response length: TRL {trl['length'][0]:.1f} to {trl['length'][1]:.1f}; final accuracy, aggcli: {accuracy}")
     for name, ratio in ratios.items():
         print(f"{name.replace('_', ' ')}: {ratio:.1f}")
@@ -300,7 +302,9 @@ def show(found: dict[str, Any]) -> None:
     print(f"float32 matmul of the machine: {found['matmul_gflops']:.0f} GFLOP/s; the stack's share of it: {share:.2f}")
     for runs, cost in found["stack"].items():
         told = ", ".join(f"{name} {share:.0%}" for name, share in cost["shares"].items())
-        print(f"where the time goes, {runs:2} runs on {cost['processes']} processes: {told}")
+        print(
+            f"where the time goes, {plural(runs, 'run', 'runs')} on {plural(cost['processes'], 'process', 'processes')}: {told}"
+        )
 
 
 def main() -> None:
