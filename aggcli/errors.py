@@ -6,6 +6,7 @@ An error says what was given, what must hold and what to change, in one line.
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -17,6 +18,14 @@ class ExitCode(IntEnum):
     CHECK_FAILED = 1  # a layout changed the loss, a run diverged
     USER_INPUT = 2
     INTERRUPTED = 130  # resumable
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`, or `signal 35` where it has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class AggcliError(Exception):

@@ -13,8 +13,9 @@ from torch import Tensor
 from aggcli.config import RunConfig, TrainingConfig
 from aggcli.errors import SettingError
 from aggcli.layout.schedule import Layout
-from aggcli.layout.steps import layouts_of
+from aggcli.layout.steps import Part, layouts_of, need_whole_groups
 from aggcli.measurement.local import is_correct
+from aggcli.objective.aggregation import step_denominators
 from aggcli.objective.presets.registry import find_rule
 from aggcli.policy.groups import SMALL_WIDTH
 from aggcli.policy.sampling import sample, uniforms
@@ -28,7 +29,7 @@ from aggcli.training.loop import Trainer
 from aggcli.training.recorded import Recorded, RecordedSampler, prepared, supervised
 from aggcli.training.report import Reporter
 from aggcli.training.rollout import Sampler, StepSource
-from aggcli.training.rows import layout_in_force
+from aggcli.training.rows import layout_in_force, optimizer_step_positions
 from aggcli.training.stack import RunSpec
 from aggcli.training.step import rule_weights
 from aggcli.world import ALONE, World, local_rank
@@ -109,6 +110,14 @@ def _set_up_recorded(config: RunConfig) -> Setup:
     config = dataclasses.replace(config, training=shorter)
     limit = config.max_response_length or longest
     return Setup(config, None, policy, _placed(initial, config, device), limit, device, recorded)
+
+
+def need_groups(recorded: Recorded, global_batch_size: int | None) -> None:
+    """Raise `RolloutError` where the optimizer steps of recorded rollouts lack the whole prompt groups of prompt_mean."""
+    for batch in recorded.batches:
+        parts = optimizer_step_positions(batch, 1, global_batch_size)
+        need_whole_groups(batch, [Part("", positions.tolist()) for positions in parts])
+        step_denominators(batch, prompt_sums=True)
 
 
 def _placed(initial: Parameters, config: RunConfig, device: torch.device) -> Parameters:

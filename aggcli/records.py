@@ -21,10 +21,10 @@ import json
 import math
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
@@ -89,85 +89,8 @@ def git_commit() -> str | None:
     return told.stdout.strip() or None if told.returncode == 0 else None
 
 
-OWN_FILES = (MANIFEST, METRICS, LAYOUTS, TIMINGS, "checkpoint.safetensors")
-OWN_FOLDERS = {
-    SAMPLES: r"step-\d+\.parquet",
-    "figures": r".+\.(png|svg|pdf)|report\.html",
-    TENSORBOARD: r"events\.out\.tfevents\..+",
-    TRACKIO: r".+\.(db(-wal|-shm|-journal)?|lock)",
-}
-"""What a results directory holds besides the run directories that its manifest names: files, and folder -> files in it."""
-_BESIDE = r"(\.tmp|\.before-resume(-\d+)?)?"
-"""How the draft of a file ends, and the backup that a resumed run makes of it."""
-
-
-def check_output(wanted: Path | None, *, overwrite: bool) -> None:
-    """Refuse, before any work, an output that exists and is not empty, unless `overwrite` may replace what a run left there.
-
-    A folder that holds anything aggcli did not write is never replaced. Raises `RecordError`.
-    """
-    if wanted is None:
-        return
-    if not str(wanted).strip() or str(wanted) == ".":
-        raise RecordError(f"--output '{wanted}': must name a folder of its own, such as results/first")
-    try:
-        if not wanted.exists() or (wanted.is_dir() and not any(wanted.iterdir())):
-            return
-        if not overwrite:
-            raise RecordError(f"--output {wanted}: already holds something; choose another folder or give --overwrite")
-        if wanted.is_symlink() or not (wanted / MANIFEST).is_file():
-            raise RecordError(f"--output {wanted}: holds no {MANIFEST}, so it is not a results directory; choose another")
-        _, foreign = contents(wanted)
-    except OSError as error:
-        raise RecordError(f"--output {wanted}: cannot be read ({error.strerror or error})") from error
-    if foreign:
-        raise RecordError(
-            f"--output {wanted}: also holds {some(foreign, 3)}, which aggcli did not write; choose another folder"
-        )
-
-
-def contents(directory: Path) -> tuple[list[Path], list[Path]]:
-    """The files in a results directory that aggcli wrote, and whatever else stands in it; both sorted.
-
-    A link is never aggcli's and is not followed; of a folder that is not aggcli's only the folder itself is named. Raises
-    `RecordError` for a folder without a readable manifest, `OSError` for one that cannot be listed.
-    """
-    runs = [directory / name for name in read_manifest(directory).get("runs", [])]
-    with_records = {directory, *runs}
-    own_folders = with_records | {parent for run in runs for parent in run.parents if directory in parent.parents}
-    own_file = rf"({'|'.join(map(re.escape, OWN_FILES))}){_BESIDE}"
-    own, foreign, folders = [], [], [directory]
-    while folders:
-        folder = folders.pop()
-        files = own_file if folder in with_records else OWN_FOLDERS.get(folder.name)
-        for path in folder.iterdir():
-            if path.is_symlink():
-                foreign.append(path)
-            elif path.is_dir():
-                known = path in own_folders or (folder in with_records and path.name in OWN_FOLDERS)
-                (folders if known else foreign).append(path)
-            else:
-                (own if files and re.fullmatch(files, path.name) else foreign).append(path)
-    return sorted(own), sorted(foreign)
-
-
-def fresh_directory(wanted: Path | None, default_name: str, *, overwrite: bool) -> Path:
-    """A results directory that nothing else has written into, made now; see `check_output` for what is refused.
-
-    Without `wanted`: `results/<default_name>`, or the first free `results/<default_name>-2`, `-3`, ... Raises `RecordError`.
-    """
-    path = wanted if wanted is not None else _first_free(Path("results"), default_name)
-    check_output(wanted, overwrite=overwrite)
-    try:
-        if path.exists() and any(path.iterdir()):
-            shutil.rmtree(path)
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(f"--output {path}: cannot be written ({error.strerror or error})") from error
-    return path
-
-
-def _first_free(folder: Path, name: str) -> Path:
+def first_free(folder: Path, name: str) -> Path:
+    """`folder/name`, or the first of `name-2`, `name-3`, ... that is not there."""
     number, path = 1, folder / name
     while path.exists():
         number += 1
@@ -198,7 +121,8 @@ class RunWriter:
     """Writes one run directory. Opened before the work starts; every line is on disk before the next step begins.
 
     With `resume_at`, goes on in a directory that a run has left: lines of rollout steps from that one on are cut off (a backup
-    keeps them), and what comes is appended. `timed`: the run has rollout steps, which `timing` records.
+    keeps them), and what comes is appended. `timed`: the run has rollout steps, which `timing` records. Raises `RecordError`
+    for records that are not there or cannot be read.
     """
 
     def __init__(
@@ -216,6 +140,8 @@ class RunWriter:
         write_manifest(directory, {**self.manifest, "status": "running"})
         names = (METRICS, LAYOUTS, TIMINGS) if timed else (METRICS, LAYOUTS)
         if resume_at is not None:
+            if resume_at and not (directory / METRICS).exists():
+                raise RecordError(f"{directory / METRICS}: is missing, so what was done before step {resume_at} cannot be kept")
             for name in names:
                 cut_off(directory / name, resume_at)
         self._sinks = open_sinks(directory, self.manifest)
@@ -248,11 +174,12 @@ class RunWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for file in self._files.values():
-            file.close()
-        write_manifest(self.directory, {**self.manifest, "status": ended(error)})
-        for sink in self._sinks:
-            sink.close()
+        with ExitStack() as closing:  # a full disk must not keep the manifest from saying how the run ended
+            for sink in self._sinks:
+                closing.callback(sink.close)
+            closing.callback(write_manifest, self.directory, {**self.manifest, "status": ended(error)})
+            for file in self._files.values():
+                closing.callback(file.close)
 
 
 def cut_off(path: Path, step: int) -> None:
@@ -261,13 +188,20 @@ def cut_off(path: Path, step: int) -> None:
         return
     whole = path.read_bytes()
     lines = [line for line in whole.splitlines(keepends=True) if line.endswith(b"\n")]
-    kept = b"".join(line for line in lines if json.loads(line)["rollout_step"] < step)
+    kept = b"".join(line for at, line in enumerate(lines) if _rollout_step(path, at, line) < step)
     if kept == whole:
         return
-    shutil.copy2(path, _first_free(path.parent, path.name + ".before-resume"))
+    shutil.copy2(path, first_free(path.parent, path.name + ".before-resume"))
     draft = path.with_name(path.name + ".tmp")
     draft.write_bytes(kept)
     draft.replace(path)
+
+
+def _rollout_step(path: Path, at: int, line: bytes) -> int:
+    try:
+        return int(orjson.loads(line)["rollout_step"])
+    except (ValueError, KeyError, TypeError):
+        raise RecordError(f"{path}: line {at + 1} is not the record of a step; remove it to go on") from None
 
 
 def ended(error: BaseException | None) -> str:
@@ -289,17 +223,32 @@ def update_manifest(directory: Path, **facts: Any) -> None:
 
 def _append(file: TextIO, line: Mapping[str, Any]) -> None:
     try:
-        file.write(orjson.dumps(line).decode() + "\n")  # strict, and NaN becomes null
+        text = orjson.dumps(line).decode()  # strict, and NaN becomes null
     except (TypeError, ValueError):  # a text that is not Unicode, or an integer beyond 64 bits
-        file.write(to_json(line) + "\n")
-    file.flush()
+        text = to_json(line)
+    try:
+        file.write(text + "\n")
+        file.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from None
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
+_SHAPES = {
+    **dict.fromkeys(("settings", "environment", "evaluation"), dict),
+    **dict.fromkeys(("kind", "command", "mode", "status", "diverged"), str),
+    **dict.fromkeys(("arguments", "runs"), list),
+    "seed": int,
+}
+"""Type of each field of a manifest that is read back, where it is there."""
+
+
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a results directory. Raises `RecordError` when there is none, or one of another schema."""
+    """The manifest of a results directory. Raises `RecordError` when there is none, one of another schema, or one whose fields
+    are not of the types that are read here.
+    """
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -308,7 +257,22 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise RecordError(f"{directory}: is not a results directory ({MANIFEST} holds no JSON object)")
     if manifest.get("schema") != SCHEMA:
         raise RecordError(f"{directory}: has schema {manifest.get('schema')}, this version reads {SCHEMA}")
+    _check_shapes(directory, manifest)
     return manifest
+
+
+def _check_shapes(directory: Path, manifest: Mapping[str, Any]) -> None:
+    for name, kind in _SHAPES.items():
+        if name in manifest and not isinstance(manifest[name], kind):
+            raise RecordError(f"{directory}: {name} in its {MANIFEST} is not of type {kind.__name__}")
+    if not isinstance(manifest.get("settings", {}).get("seed", 0), int):
+        raise RecordError(f"{directory}: seed in the settings of its {MANIFEST} is not of type int")
+    named = manifest.get("runs", ["run"])
+    if not named or not all(isinstance(name, str) for name in named):
+        raise RecordError(f"{directory}: runs in its {MANIFEST} is not a list of folders")
+    outside = [name for name in named if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).parts]
+    if outside:
+        raise RecordError(f"{directory}: runs in its {MANIFEST} must be folders inside it, and not {some(outside, 3)}")
 
 
 def run_directories(directory: Path) -> list[Path]:

@@ -32,10 +32,9 @@ from aggcli.measurement.reduce import (
     reduced_values,
 )
 from aggcli.objective.aggregation import need_groups
-from aggcli.objective.presets.facts import why_it_varies
 from aggcli.objective.presets.registry import find_rule
 from aggcli.objective.reducer import Reducer
-from aggcli.objective.step import StepInputs, depends_on_layout, in_layout, step_inputs, with_advantages
+from aggcli.objective.step import StepInputs, depends_on_layout, in_layout, step_inputs, why_it_depends, with_advantages
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
 from aggcli.world import ALONE, World
 
@@ -246,8 +245,7 @@ def _moving(reports: Sequence[LayoutReport], rules: Sequence[str], exact: Sequen
     for rule in rules:
         moved = deviation([_of_rules(report, [rule]) for report in reports]) if rule not in exact else 0.0
         if moved > MOVED:
-            reason = why_it_varies(find_rule(rule).preset) or "it is exact for equal micro-batches and ranks only"
-            notes.append(f"{rule} varies with the layout, by up to {moved:.3g}, relative: {reason}")
+            notes.append(f"{rule} varies with the layout, by up to {moved:.3g}, relative: {why_it_depends(rule)}")
     return notes
 
 

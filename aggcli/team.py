@@ -11,13 +11,15 @@ import os
 import pickle
 import signal
 import sys
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn, TypeVar
 
-from aggcli.errors import AggcliError, ExitCode
+from aggcli.errors import AggcliError, ExitCode, signal_name
 
 Result = TypeVar("Result")
 
@@ -32,6 +34,10 @@ class MemberFailed(AggcliError):
 
 class _Left(Exception):
     """The root went away: it says why, so a member ends without a word."""
+
+
+KILL_AFTER = 5.0
+"""Seconds that members have to end by themselves once the root is done with them."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,15 @@ class Team:
         if not self.is_root:
             return self._received_from_root()
         for link in self.links:
-            self._send(link, items)
+            self._send(link, ("item", items))
         return items
+
+    def dismiss(self, *, interrupted: bool) -> None:
+        """Let the members go: one that still waits for an answer ends as interrupted, or without a word."""
+        for link in self.links:
+            if interrupted:
+                self._send(link, ("interrupted", None))
+            link.close()
 
     def _received(self, member: int) -> Any:
         try:
@@ -76,13 +89,18 @@ class Team:
             raise self._lost(member) from None
         if kind == "failed":
             raise MemberFailed(*content)
+        if kind == "interrupted":
+            raise KeyboardInterrupt
         return content
 
     def _received_from_root(self) -> Any:
         try:
-            return pickle.loads(self.links[0].recv_bytes())
+            kind, content = pickle.loads(self.links[0].recv_bytes())
         except (EOFError, OSError):
             raise _Left from None
+        if kind == "interrupted":
+            raise KeyboardInterrupt
+        return content
 
     def _send(self, link: Connection, message: Any) -> None:
         with contextlib.suppress(OSError):  # who has gone is noticed where its answer is waited for
@@ -92,7 +110,7 @@ class Team:
         pid = self.pids[member - 1]
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         return MemberFailed(
             f"process {member} (pid {pid}), which trained a share of the runs, {how}; what was recorded is kept",
             ExitCode.CHECK_FAILED,
@@ -117,56 +135,95 @@ def together(size: int, work: Callable[[Team], Result]) -> list[Result]:
     if size == 1:
         return [work(ALONE)]
     root, links, pids = os.getpid(), list[Connection](), list[int]()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for rank in range(1, size):
-        near, far = Pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads: idle ones of the linear algebra library
-            pid = os.fork()
-        if pid == 0:  # the member
-            for link in (*links, near):
-                link.close()
-            _member(Team(rank, size, (far,)), work, root)
-        far.close()
-        links.append(near)
-        pids.append(pid)
-    team = Team(0, size, tuple(links), tuple(pids))
+    _flush()
+    interrupted = False
     try:
+        for rank in range(1, size):
+            near, far = Pipe()
+            pid = _fork()
+            if pid == 0:  # the member
+                _member(Team(rank, size, (far,)), work, root, [*links, near])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            far.close()
+            links.append(near)
+            pids.append(pid)
+        team = Team(0, size, tuple(links), tuple(pids))
         return team.gather(work(team))
+    except KeyboardInterrupt:
+        interrupted = True
+        raise
     finally:
-        for link in links:
-            link.close()
+        Team(0, size, tuple(links)).dismiss(interrupted=interrupted)
         _reap(pids)
 
 
+def _fork() -> int:
+    """Fork with SIGINT blocked, so that a member is never interrupted before it can end by its own rules."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads: idle ones of the linear algebra library
+        return os.fork()
+
+
+def _flush() -> None:
+    """Empty the buffers of the standard streams; one that is closed or full has nothing to say."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+
+
 def _reap(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):  # seen already
-            os.waitpid(pid, 0)
+    """Wait for the members, and end those that do not end by themselves."""
+    until, waiting = time.monotonic() + KILL_AFTER, list(pids)
+    while waiting:
+        for pid in list(waiting):
+            try:
+                ended = os.waitpid(pid, os.WNOHANG)[0] == pid
+            except ChildProcessError:  # seen already
+                ended = True
+            if ended:
+                waiting.remove(pid)
+            elif time.monotonic() > until:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005 if waiting else 0)
 
 
-def _member(team: Team, work: Callable[[Team], Any], root: int) -> NoReturn:
-    """The whole life of a forked member; it never returns into the code that forked it."""
-    code = ExitCode.INTERRUPTED
+def _member(team: Team, work: Callable[[Team], Any], root: int, others: Sequence[Connection]) -> NoReturn:
+    """The whole life of a forked member; it never returns into the code that forked it. `others`: the root's connections."""
+    code = int(ExitCode.INTERRUPTED)
     try:
-        _end_with(root)
-        team.gather(work(team))
-        code = ExitCode.DONE
-    except (KeyboardInterrupt, _Left):
-        pass
-    except BaseException as error:
-        code = getattr(error, "exit_code", ExitCode.CHECK_FAILED)
-        text = str(error) if isinstance(error, AggcliError) else f"process {team.rank}: {type(error).__name__}: {error}"
-        if not isinstance(error, (AggcliError, OSError)):
-            import traceback
-
-            traceback.print_exc()
-        team._send(team.links[0], ("failed", (text, int(code))))
+        try:
+            for link in others:
+                link.close()
+            _end_with(root)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            team.gather(work(team))
+            code = int(ExitCode.DONE)
+        except KeyboardInterrupt:
+            team._send(team.links[0], ("interrupted", None))
+        except _Left:
+            pass
+        except BaseException as error:
+            code, text = _told(error, team.rank)
+            team._send(team.links[0], ("failed", (text, code)))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(int(code))
+        try:
+            _flush()
+        finally:
+            os._exit(code)
+
+
+def _told(error: BaseException, rank: int) -> tuple[int, str]:
+    """Exit code and line of what ended a member; as the program says it of itself, and with a traceback where it is a fault."""
+    if isinstance(error, AggcliError):
+        return int(error.exit_code), str(error)
+    if isinstance(error, OSError):
+        return int(ExitCode.USER_INPUT), f"{error.filename or 'output'}: {error.strerror or error}"
+    with contextlib.suppress(OSError, ValueError):
+        traceback.print_exc()
+    return int(ExitCode.CHECK_FAILED), f"process {rank}: {type(error).__name__}: {error}"
 
 
 def _end_with(root: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from aggcli.errors import AggcliError, ExitCode, SettingError
+from aggcli.errors import AggcliError, ExitCode, SettingError, signal_name
 
 
 class RankFailed(AggcliError):
@@ -224,5 +224,5 @@ def _cause(failures: Mapping[int, Any]) -> RankFailed:
     rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in followed, item[1].exitcode == -signal.SIGTERM))
     if failure.exitcode > 0:
         return RankFailed("", failure.exitcode)
-    name = signal.Signals(-failure.exitcode).name
+    name = signal_name(-failure.exitcode)
     return RankFailed(f"rank {rank} (process {failure.pid}) was ended by {name}; what was recorded is kept", 1)

@@ -378,3 +378,15 @@ def test_modes_gives_formula_weight_and_sources(capsys) -> None:
         assert mode in told.out
     assert "1/(N*T_p)" in aggcli(capsys, "modes", "prompt_mean").out
     assert "did you mean 'token_mean'" in refused(aggcli(capsys, "modes", "token-mean"))
+
+
+@pytest.mark.parametrize("command", [["runs", "schema"], ["modes"], ["compare", "--rollouts", "example", "--output", "out"]])
+def test_a_reader_that_has_seen_enough_is_no_fault(tmp_path: Path, command: list[str]) -> None:
+    reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    reader.wait()
+    told = subprocess.run([sys.executable, "-m", "aggcli", *command], stdout=reader.stdin, stderr=subprocess.PIPE, cwd=tmp_path)
+    assert reader.stdin is not None
+    reader.stdin.close()
+    assert told.returncode == 0, told.stderr
+    assert b"Traceback" not in told.stderr
+    assert b"Broken pipe" not in told.stderr

@@ -12,7 +12,7 @@ from scipy import optimize
 from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
 from aggcli.analysis.efficiency import common_asymptote, efficiency, fit_runs, mode_curves
 from aggcli.analysis.histories import MEASURES, History
-from aggcli.analysis.sigmoid import PAPER_GRID, Grid, Parameters, grid_search, sigmoid, slopes
+from aggcli.analysis.sigmoid import Grid, Parameters, grid_search, sigmoid, slopes
 
 SCALE_RL = {
     "ScaleRL": (2542, 1.92, 0.610),
@@ -25,6 +25,8 @@ SCALE_RL = {
     "32 generations": (2936, 2.07, 0.595),
 }
 """C_mid, B and A as the paper prints them (arXiv:2510.13786)."""
+PAPER_GRID = Grid(np.round(np.arange(0.450, 0.8001, 0.005), 3), np.linspace(100.0, 40000.0, 100))
+"""The paper's own, for pass rates against GPU-hours: A in 0.450, 0.455, ..., 0.800 and 100 values of C_mid in [100, 40000]."""
 TRUTH = Parameters(0.3, 0.8, 1.8, 2e5)
 C_60 = np.linspace(0, 1e6, 60)
 COARSE = Grid(np.linspace(0.7, 1.4, 10), np.geomspace(5e4, 2e6, 14))
@@ -61,14 +63,12 @@ def test_the_slopes_are_those_of_finite_differences():
 def test_the_papers_own_grid_gives_its_own_parameters_back(name: str):
     """Off its cells the best one is near: A within three cells of 0.005, C_mid within two of 403 GPU-hours, B within 0.1."""
     midpoint, exponent, asymptote = SCALE_RL[name]
-    C = np.arange(0.0, 50001, 500)
-    found = fit(C, sigmoid(C, 0.3, asymptote, exponent, midpoint), FitOptions(1500, 0.3, PAPER_GRID, polish=False))
-    assert isinstance(found, Curve)
-    assert abs(found.asymptote.mean - asymptote) <= 0.0151
-    assert abs(found.midpoint.mean - midpoint) <= 2 * 403.1
-    assert abs(found.exponent.mean - exponent) <= 0.1
-    assert found.asymptote.low is None
-    polished = fit(C, sigmoid(C, 0.3, asymptote, exponent, midpoint), FitOptions(1500, 0.3, PAPER_GRID))
+    C = np.arange(1500.0, 50001, 500)
+    found = grid_search(C, sigmoid(C, 0.3, asymptote, exponent, midpoint), PAPER_GRID, 0.3).best
+    assert abs(found.asymptote - asymptote) <= 0.0151
+    assert abs(found.midpoint - midpoint) <= 2 * 403.1
+    assert abs(found.exponent - exponent) <= 0.1
+    polished = fit(C, sigmoid(C, 0.3, asymptote, exponent, midpoint), FitOptions(0.3, PAPER_GRID))
     assert isinstance(polished, Curve)
     assert [polished.asymptote.mean, polished.exponent.mean, polished.midpoint.mean] == pytest.approx(
         [asymptote, exponent, midpoint], rel=1e-5
@@ -139,12 +139,11 @@ def test_the_refusal_says_why():
     assert "before half of the gain" in early.reason
 
 
-def test_the_early_part_is_left_out_and_long_curves_are_averaged():
+def test_points_without_a_number_are_left_out_and_long_curves_are_averaged():
     C = np.arange(1000.0)
-    compute, reward = points_of(C, np.where(C < 200, 9.0, 1.0), skip=200)
+    compute, reward = points_of(C, np.where(C < 200, np.nan, 1.0))
     assert (compute.min(), len(compute), set(reward)) == (203.5, 100, {1.0})
-    spoiled = np.where(C_60 < 1e5, 0.9, noisy(1, deviation=0.005))
-    found = fit(C_60, spoiled, FitOptions(skip=1e5, start=0.3))
+    found = fit(C_60, np.where(C_60 < 1e5, np.nan, noisy(1, deviation=0.005)), FitOptions(start=0.3))
     assert isinstance(found, Curve)
     assert found.asymptote.mean == pytest.approx(0.8, abs=0.02)
     assert found.at(2e5) == pytest.approx(0.55, abs=0.02)

@@ -18,6 +18,7 @@ from aggcli.records import read_lines
 from aggcli.report.figures import all_figures
 from aggcli.report.findings import find
 from aggcli.report.page import page as page_of
+from aggcli.report.verdicts import question
 from tests.test_plot import write_comparison, write_lines, write_run
 
 VOID = {"meta", "link", "br", "hr", "img"}
@@ -141,7 +142,7 @@ def test_the_comparison_of_trained_runs_has_the_means_differences_and_intervals_
     assert one["difference"] == ("", None)
     assert float(other["difference"][1] or "nan") == pytest.approx(0, abs=1e-12)
     reach = 4.302652729911275 * 0.02 / math.sqrt(3)  # t of 2 degrees of freedom; the differences' standard deviation is 0.02
-    assert f"[{-reach:.4g}, {reach:.4g}]" in other["difference"][0]
+    assert other["difference"][0] == f"+0[{-reach:.3g}, +{reach:.3g}]"
     assert other["sign-flip p"][0] == "1floor 0.25"
     runs = {row["run"][0]: row for row in page.table("The runs")}
     assert runs["token_mean (seed-2)"]["response tokens"] == ("5,020", "5020.0")
@@ -151,7 +152,7 @@ def test_the_comparison_of_trained_runs_has_the_means_differences_and_intervals_
 def test_the_verdict_says_that_nothing_is_shown_and_never_ranks_by_pg_loss(tmp_path: Path) -> None:
     text = Page(report(write_trained(tmp_path / "c"))).text
     assert "No difference in accuracy is shown between sample_mean and token_mean, at equal steps or at equal tokens." in text
-    assert "At equal steps, accuracy in the training rollouts of step 9, against sample_mean:" in text
+    assert "At equal steps, accuracy in the training rollouts of step 9, against sample_mean (Holm over the 2 pairs" in text
     assert "token_mean: no difference shown, +" in text
     assert "Holm p = 1, sign-flip p = 1 (floor 0.25), 3 seeds" in text
     assert "the sign-flip p cannot fall below 0.25" in text
@@ -221,6 +222,32 @@ def test_commands_commit_notes_and_skipped_metrics_are_on_the_page(tmp_path: Pat
     assert "no figure weight_by_length: no samples are recorded" in text
 
 
+def test_differences_are_signed_and_sorting_keeps_the_figures_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CORRECT, "sample_mean", (60, 62, 70, 61))
+    monkeypatch.setitem(CORRECT, "token_mean", (80, 83, 90, 82))
+    source = report(write_trained(tmp_path / "c", seeds=4))
+    page = Page(source)
+    rows = page.table("The comparison")
+    _, other = [row for row in rows if row["figure"][0].startswith("accuracy at equal steps")]
+    assert re.fullmatch(r"\+0\.\d{3}\[\+0\.\d{3}, \+0\.\d{3}\]", other["difference"][0])
+    assert other["IQM"][0] == "0.825"  # the middle half of 0.8, 0.82, 0.83, 0.9
+    assert "IQM" in next(label for label in page.tables if label.startswith("The comparison"))
+    assert 'data-group="accuracy"' in source
+
+
+def test_three_seeds_have_no_interquartile_mean_and_no_word_of_it(tmp_path: Path) -> None:
+    page = Page(report(write_trained(tmp_path / "c")))
+    assert "IQM" not in page.table("The comparison")[0]
+    assert "IQM" not in page.text
+
+
+def test_of_many_modes_the_heading_names_four(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"r{nth}", f"lib:rule-{nth}", samples=False) for nth in range(9)]
+    frames = read_frames(runs)
+    asked = question(frames, find(frames))
+    assert asked.startswith("What do lib:rule-0, lib:rule-1, lib:rule-2, lib:rule-3 and 5 others make of the same rollouts")
+
+
 # -- one file -----------------------------------------------------------------------------------------------------------
 
 
@@ -274,10 +301,16 @@ frame.onload = () => {{
   const head = page.querySelector("table.sortable thead th:nth-child({column})");
   const rows = page.querySelector("table.sortable").tBodies[0].rows;
   const column = () => [...rows].map((row) => row.cells[{column} - 1].textContent);
-  head.click(); const up = column(); head.click(); const down = column();
+  const before = column();
+  head.click(); const up = column(); head.click(); const down = column(); head.click();
+  const restored = JSON.stringify(before) === JSON.stringify(column());
+  const first = Math.max(...[...page.querySelectorAll("td:first-child")].map((cell) => cell.getBoundingClientRect().width));
+  const compared = [...page.querySelectorAll("table.sortable")].find((table) => table.querySelector("tr[data-group]"));
+  compared.querySelector("thead th:nth-child(4)").click();
+  const groups = [...compared.tBodies[0].rows].map((row) => row.dataset.group);
   const whole = page.documentElement;
   const svg = page.querySelectorAll("figure svg").length;
-  const told = {{scroll: whole.scrollWidth, client: whole.clientWidth, svg, up, down}};
+  const told = {{scroll: whole.scrollWidth, client: whole.clientWidth, svg, up, down, restored, first, groups}};
   document.getElementById("told").textContent = JSON.stringify(told);
 }};
 frame.srcdoc = {source};
@@ -317,6 +350,9 @@ def test_chromium_shows_it_without_errors_and_without_scrolling_sideways(tmp_pat
     told = json.loads(outputs[0].stdout.split('<pre id="told">')[1].split("</pre>")[0])
     assert told["scroll"] <= told["client"] == width
     assert told["svg"] == 5
+    assert told["restored"]
+    assert told["first"] <= 0.4 * 390 or width > 640
+    assert len([a for a, b in zip(told["groups"], [None, *told["groups"]], strict=False) if a != b]) == len(set(told["groups"]))
     assert told["up"] == sorted(told["up"], key=lambda text: float(text.replace(",", "") or "inf"))
     assert [text for text in told["down"] if text] == [text for text in told["up"] if text][::-1]
     assert picture.read_bytes().startswith(b"\x89PNG")

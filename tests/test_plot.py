@@ -38,10 +38,13 @@ def write_lines(path: Path, lines: list[dict]) -> None:
 
 
 def write_run(directory: Path, mode: str = "sample_mean", steps: list[dict] | None = None, *, samples: bool = True) -> Path:
-    """A run directory by hand; `steps`: the metrics of each step."""
+    """A run directory by hand, a replay of recorded rollouts unless its steps name a rollout step; `steps`: the metrics of each
+    step.
+    """
     steps = [{"pg_loss": 0.25}] if steps is None else steps
     directory.mkdir(parents=True)
-    manifest = {"schema": 1, "kind": "run", "mode": mode, "command": "run", "settings": {}, "status": "done"}
+    settings = {} if any("rollout_step" in step for step in steps) else {"rollouts": ["example"]}
+    manifest = {"schema": 1, "kind": "run", "mode": mode, "command": "run", "settings": settings, "status": "done"}
     (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     write_lines(directory / "metrics.jsonl", [{"step": i, "mode": mode, **values} for i, values in enumerate(steps)])
     write_lines(directory / "layouts.jsonl", [layout(i, mode, name) for i in range(len(steps)) for name in SHARES])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +17,13 @@ from aggcli.report import style
 from aggcli.report.accuracy import accuracy_by_tokens
 from aggcli.report.base import NothingToDraw
 from aggcli.report.correct_ranks import correct_by_rank
-from aggcli.report.figures import all_figures, modes_over_steps
+from aggcli.report.curves import learning_curves
+from aggcli.report.figures import all_figures, modes_over_steps, weight_shares
 from aggcli.report.findings import find
 from aggcli.report.gradients import mode_gradients
 from aggcli.report.layout_deviation import layout_deviation, layout_deviations
+from aggcli.report.ranks import pg_loss_by_rank
+from aggcli.report.verdicts import layouts
 from tests.test_page import write_trained
 from tests.test_plot import layout, write_comparison, write_lines, write_run
 
@@ -139,3 +144,155 @@ def test_the_ranks_correct_samples_are_the_records_and_a_rank_without_any_is_bla
 def test_every_figure_of_trained_runs_is_made_and_none_is_of_pg_loss_alone(tmp_path: Path) -> None:
     figures, _ = all_figures(read_frames([write_trained(tmp_path / "c")]))
     assert list(figures) == ["pg_loss_by_rank", "accuracy_by_tokens", "learning_curves"]
+
+
+# -- many modes, several directories, little data ----------------------------------------------------------------------
+
+
+def write_arm(directory: Path, mode: str, rewards: Sequence[float], seed: int = 0, **settings: object) -> Path:
+    """A trained run by hand: `rewards` at its steps."""
+    steps = [
+        {"rollout_step": step, "raw_reward": reward, "response_tokens": 10, "correct/count": 5 + step, "incorrect/count": 5}
+        for step, reward in enumerate(rewards)
+    ]
+    write_run(directory, mode if mode in style.MODE_COLOURS else "constant", steps, samples=False)
+    manifest = {"schema": 1, "mode": mode, "seed": seed, "settings": settings, "status": "done"}
+    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return directory
+
+
+def curves(*directories: Path) -> Figure:
+    frames = read_frames(directories)
+    return learning_curves(frames, find(frames).compared)
+
+
+def drawn_lines(figure: Figure) -> dict[str, list[float]]:
+    lines = figure.axes[0].lines
+    return {
+        str(line.get_label()): np.asarray(line.get_ydata()).tolist()
+        for line in lines
+        if not str(line.get_label()).startswith("_")
+    }
+
+
+def test_learning_curves_have_a_line_for_each_setting_of_a_mode_and_none_for_replays(tmp_path: Path) -> None:
+    slow = [write_arm(tmp_path / f"slow-{seed}", "constant", (0.1, 0.2 + seed / 10), seed, lr=0.1) for seed in (0, 1)]
+    fast = [write_arm(tmp_path / f"fast-{seed}", "constant", (0.1, 0.8 + seed / 10), seed, lr=0.2) for seed in (0, 1)]
+    replay = write_run(tmp_path / "replay", "constant", [{"raw_reward": 7.0}, {"raw_reward": 9.0}])
+    figure = curves(*slow, *fast, replay)
+    lines = drawn_lines(figure)
+    assert list(lines) == ["constant (lr=0.1)", "constant (lr=0.2)"]
+    assert lines["constant (lr=0.1)"] == pytest.approx([0.1, 0.25])
+    assert lines["constant (lr=0.2)"] == pytest.approx([0.1, 0.85])
+    assert figure.get_suptitle() == "Learning curves: 2 modes (settings in\nbrackets), 2 seeds each"
+    assert "1 run is not drawn: on recorded rollouts, or recorded twice" in " ".join(words(figure).split())
+
+
+def test_25_modes_differ_in_their_look_and_no_line_grows_with_their_number(tmp_path: Path) -> None:
+    runs = [write_arm(tmp_path / f"r{nth:02}", f"lib:rule-{nth}", (0.1, 0.2 + nth / 50)) for nth in range(25)]
+    figure = curves(*runs)
+    lines = [line for line in figure.axes[0].lines if not str(line.get_label()).startswith("_")]
+    seen = {(str(line.get_color()), line.get_marker(), str(line.get_linestyle())) for line in lines}
+    assert len(lines) == len(seen) == 25
+    assert max(line.get_linewidth() for line in lines) < 4.5
+    assert len(figure.axes[0].collections) == 0  # no bands
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert legend.get_window_extent().y1 < figure.axes[0].get_window_extent().y0
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
+    everything = style.looks(read_frames(runs).runs)
+    assert len({(look.colour, look.marker) for look in everything}) == 25
+
+
+def test_modes_whose_curves_coincide_in_every_panel_say_so_in_the_legend(tmp_path: Path) -> None:
+    runs = [
+        write_arm(tmp_path / name, f"lib:{name}", rewards)
+        for name, rewards in (("a", (0.1, 0.2)), ("b", (0.1, 0.3)), ("c", (0.1, 0.2)))
+    ]
+    figure = curves(*runs)
+    assert list(drawn_lines(figure)) == ["lib:a", "lib:b", "lib:c = lib:a"]
+    assert "a = b: the lines of a are those of b in every panel" in " ".join(words(figure).split())
+
+
+def test_every_mode_has_a_panel_before_any_has_a_second(tmp_path: Path) -> None:
+    modes = ("sample_mean", "prompt_mean", "token_mean", "constant")
+    runs = [
+        write_arm(tmp_path / f"{lr}" / f"{mode}-{s}", mode, (1, 2), s, lr=lr)
+        for lr in (1, 2)
+        for mode in modes
+        for s in range(4)
+    ]
+    figure = pg_loss_by_rank(read_frames(runs))
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert len(titles) == 12
+    for lr in (1, 2):
+        for mode in modes:
+            assert any(f"{mode}-0" in title and f"{lr}/" in title.replace("\n", "") for title in titles), (lr, mode)
+    assert "12 of 32 runs are shown, the first of each mode before the second of any" in " ".join(words(figure).split())
+
+
+def test_titles_and_notes_end_inside_the_figure(tmp_path: Path) -> None:
+    long = [write_run(tmp_path / ("long" * 12 + str(nth)), samples=False) for nth in range(3)]
+    for runs in (long[:1], long):
+        figure = pg_loss_by_rank(read_frames(runs))
+        figure.canvas.draw()
+        texts = [*figure.texts, *([figure._suptitle] if figure._suptitle else [])]  # pyright: ignore[reportAttributeAccessIssue]
+        assert max(text.get_window_extent().x1 for text in texts) <= figure.bbox.x1
+        for axes in figure.axes[: len(runs)]:
+            (found,) = [text for text in axes.get_children() if getattr(text, "get_text", str)() == axes.get_title(loc="left")]
+            assert found.get_window_extent().x1 <= figure.bbox.x1
+
+
+def test_runs_without_weight_shares_or_gradients_are_left_out_and_counted(tmp_path: Path) -> None:
+    steps = [{"weight_share/correct": 0.5, "weight_share/incorrect": 0.5, "gradient_ratio": 1.0}]
+    replay = write_run(tmp_path / "replay", "constant", steps)
+    trained = [write_arm(tmp_path / f"t{seed}", "sample_mean", (0.1, 0.2, 0.3), seed) for seed in (0, 1)]
+    frames = read_frames([*trained, replay])
+    shares = weight_shares(frames)
+    assert [tick.get_text() for tick in shares.axes[0].get_yticklabels()] == ["constant  (n = 1)"]
+    assert "2 runs without weight_share/* left out" in words(shares)
+    gradients = mode_gradients(frames)
+    assert [tick.get_text() for tick in gradients.axes[0].get_yticklabels()] == ["constant"]
+    said = " ".join(words(gradients).split())
+    assert gradients.get_suptitle().replace("\n", " ").endswith("(1 step)")
+    assert "the baseline mode, constant," in said
+    assert "2 runs without a measured gradient left out" in said
+
+
+def test_one_step_has_whole_steps_and_its_dots_are_inside_the_axes(tmp_path: Path) -> None:
+    runs = [write_arm(tmp_path / f"r{seed}", "constant", (0.1 + seed,), seed) for seed in (0, 1)]
+    figure = curves(*runs)
+    low, high = figure.axes[0].get_xlim()
+    assert [tick for tick in figure.axes[0].get_xticks() if low <= tick <= high] == [0]
+    found = find(read_frames(runs))
+    accuracy = accuracy_by_tokens(found.trained, found.fitted)
+    low, high = accuracy.axes[0].get_xlim()
+    assert low < 0 < high
+    assert accuracy.axes[0].get_xticks().tolist() == [0]
+    said = " ".join(words(accuracy).split())
+    assert "R_0" not in said
+    assert "no curve for 2 runs (seed 0: 1 point; a curve needs at least 8; 1 more not shown)" in said
+
+
+def test_the_counts_of_correct_samples_have_whole_ticks_even_where_all_are_0(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    one = layout(0, "sample_mean", "dp4:balanced")
+    for rank in one["ranks"]:
+        rank.update({"correct/count": 0})
+    write_lines(run / "layouts.jsonl", [{**one, "correct/count": 0}])
+    axes = correct_by_rank(read_frames([run])).axes[0]
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [0, 1]
+
+
+def test_the_dotted_line_of_the_layouts_is_the_limit_of_the_verdict(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    lines = [layout(0, "sample_mean", name) for name in ("dp1:first-fit", "dp4:balanced")]
+    lines[1]["pg_loss"] = 0.25 + 1e-12
+    write_lines(run / "layouts.jsonl", lines)
+    frames = read_frames([run])
+    axes = layout_deviation(frames).axes[0]
+    assert [np.asarray(line.get_xdata()).tolist() for line in axes.lines] == [[1e-9, 1e-9]]
+    assert "float64: rounding up to 1e-09" in [text.get_text() for text in axes.texts]
+    said = layouts(frames, find(frames))
+    assert "relative, where differences up to 1e-09 are taken for rounding in float64 (2 layouts, 1 comparison)." in said

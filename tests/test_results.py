@@ -281,6 +281,9 @@ def test_bent_curves_are_fitted_and_stand_in_the_table(tmp_path: Path, capsys: p
     assert found["curve/midpoint", "prompt_mean"]["mean"] == pytest.approx(1000, rel=0.15)
     assert found["curve/asymptote", "prompt_mean"]["mean"] == pytest.approx(0.8, abs=0.03)
     assert found["curve/exponent_ratio", "prompt_mean"]["n"] == 2
+    own = found["curve/asymptote", "prompt_mean"]
+    assert own["high"] - own["mean"] == pytest.approx(12.706204736 * own["std"] / 2**0.5)  # t, 1 degree
+    assert all(found[name, "prompt_mean"]["std"] > 0 for name in ("curve/exponent", "curve/midpoint", "curve/exponent_ratio"))
 
 
 def test_nothing_of_it_imports_torch():

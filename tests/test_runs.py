@@ -17,7 +17,8 @@ import pytest
 
 from aggcli.config import RunConfig, to_flat
 from aggcli.errors import RecordError
-from aggcli.records import check_output
+from aggcli.ownership import FIGURES, check_output
+from aggcli.report.page import CAPTIONS
 from tests.cli import aggcli, refused, strict_json
 
 SETTINGS = {name: list(value) if isinstance(value, tuple) else value for name, value in to_flat(RunConfig()).items()}
@@ -115,13 +116,39 @@ def test_the_list_fits_80_columns_in_a_terminal_and_is_a_line_a_directory_in_a_p
     piped = aggcli(capsys, "runs", "list", tmp_path).out
     (row,) = [line for line in piped.splitlines() if "compare" in line]
     assert "sample_mean, prompt_mean, token_mean, constant" in row
+    assert "0.5, 0.5, 0.5, 0.5" in row
     assert "a-comparison-with-a-name-that-is-rather-long" in row
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "80")
     shown = re.sub(r"\x1b\[[\d;]*m", "", aggcli(capsys, "runs", "list", tmp_path).out).splitlines()
     assert max(map(len, shown)) <= 80
-    for words in (*modes, "2/5", "done", "0.5"):
+    for words in ("2/5", "done"):
         assert any(words in line.split() for line in shown), words
+    for mode in modes:
+        assert any(mode in line.split() and line.split()[-1] == "0.5" for line in shown), mode
+
+
+def test_an_accuracy_stands_in_the_row_of_its_mode_however_the_mode_wraps(capsys, tmp_path: Path, monkeypatch) -> None:
+    long = "verl-legacy:seq-mean-token-sum-norm"
+    write_comparison(tmp_path / "a-comparison-with-a-long-name", {long: (0.25,), "b": (0.5,), "c": (0.75,)})
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", aggcli(capsys, "runs", "list", tmp_path).out).splitlines()
+    assert max(map(len, shown)) <= 80
+    assert [line.split() for line in shown if line.strip()][-2:] == [["b", "0.5"], ["c", "0.75"]]
+
+
+def test_of_many_modes_the_first_four_are_listed_and_the_others_counted(capsys, tmp_path: Path, monkeypatch) -> None:
+    write_comparison(tmp_path / "cmp", {f"mode-{at}": (at / 100,) for at in range(44)})
+    piped = aggcli(capsys, "runs", "list", tmp_path).out
+    assert max(map(len, piped.splitlines())) < 200
+    (row,) = [line for line in piped.splitlines() if "compare" in line]
+    assert "mode-0, mode-1, mode-2, mode-3 and 40 others" in row
+    assert "0, 0.01, 0.02, 0.03 and 40 others" in row
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    shown = aggcli(capsys, "runs", "list", tmp_path).out
+    assert "and 40 others" in shown
+    assert "mode-4" not in shown
 
 
 def test_a_thousand_directories_take_seconds_and_no_torch(tmp_path: Path) -> None:
@@ -204,12 +231,22 @@ def test_diff_names_what_numbers_depend_on_what_is_only_recorded_and_the_environ
     ]
 
 
+def test_diff_of_replays_names_no_setting_that_a_replay_does_not_read(capsys, tmp_path: Path) -> None:
+    told = []
+    for at, settings in enumerate([{"lr": 0.01, "eps_clip": 0.3}, {"synthetic_prompts": 3, "layers": 5}]):
+        write_run(tmp_path / str(at), settings={"rollouts": ["example"], **settings})
+    told = strict_json(aggcli(capsys, "runs", "diff", tmp_path / "0", tmp_path / "1", "--json").out)
+    assert told["settings"] == [{"name": "eps_clip", "a": [0.3], "b": [0.2]}]
+    assert [one["name"] for one in told["records"]] == ["synthetic_prompts", "lr", "layers"]
+
+
 def test_diff_of_a_directory_with_itself_and_with_other_modes(capsys, tmp_path: Path) -> None:
     """A divisor that only the other's modes read is no difference of the settings: the modes differ."""
     both = write_comparison(tmp_path / "both", {"sample_mean": [0.5, 0.75], "constant": [0.25, 0.5]}, divisor=8.0)
     one = write_comparison(tmp_path / "one", {"sample_mean": [0.25]})
     same = aggcli(capsys, "runs", "diff", both, both)
-    assert (same.code, same.out.count("nothing differs")) == (0, 3)
+    assert (same.code, same.out.count("nothing differs")) == (0, 4)
+    assert "0.625" not in same.out
     told = strict_json(aggcli(capsys, "runs", "diff", both, one, "--json").out)
     assert (told["settings"], told["environment"]) == ([], [])
     assert [row["name"] for row in told["records"]] == ["modes", "seeds"]
@@ -237,7 +274,7 @@ def test_rm_removes_what_it_names_and_nothing_beside_it(capsys, tmp_path: Path) 
     run = write_run(tmp_path / "run")
     for name in ("samples", "figures"):
         (run / name).mkdir()
-    for name in ("samples/step-000000.parquet", "figures/curves.svg", "figures/report.html", "checkpoint.safetensors"):
+    for name in ("samples/step-000000.parquet", "figures/learning_curves.svg", "figures/report.html", "checkpoint.safetensors"):
         (run / name).write_text("0123456789")
     for name in ("metrics.jsonl.before-resume", "layouts.jsonl.before-resume-2", "manifest.json.tmp"):
         (run / name).write_text("")
@@ -262,6 +299,9 @@ def test_rm_removes_what_it_names_and_nothing_beside_it(capsys, tmp_path: Path) 
         "sample_mean/seed-0/samples/mine.parquet",
         "sample_mean/seed-1/thesis.txt",
         "figures/thesis.docx",
+        "figures/my_photo.png",
+        "figures/learning_curves-old.png",
+        "figures/my_report.html",
         "figures/more/curve.png",
         "figures/manifest.json",
         "samples-old/step-000000.parquet",
@@ -277,6 +317,33 @@ def test_neither_rm_nor_overwrite_touches_a_directory_that_holds_something_else(
     with pytest.raises(RecordError, match="which aggcli did not write; choose another folder"):
         check_output(folder, overwrite=True)
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("facts", [{"kind": "app"}, {"kind": None}, {"command": None}, {"settings": None}])
+@pytest.mark.parametrize("part", [".", "sample_mean/seed-1"])
+def test_a_manifest_that_is_not_one_of_aggclis_keeps_its_folder_from_being_removed_or_replaced(
+    capsys, tmp_path: Path, facts: dict[str, Any], part: str
+) -> None:
+    folder = write_comparison(tmp_path / "cmp", {"sample_mean": [0.5, 0.5]})
+    path = folder / part / "manifest.json"
+    changed = {**json.loads(path.read_text()), **facts}
+    path.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+    before = snapshot(tmp_path)
+    said = "so aggcli did not write it; nothing is removed or replaced"
+    assert said in refused(aggcli(capsys, "runs", "rm", "--yes", folder))
+    with pytest.raises(RecordError, match=said):
+        check_output(folder, overwrite=True)
+    assert snapshot(tmp_path) == before
+
+
+def test_every_figure_that_is_drawn_may_be_removed_with_its_run(capsys, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "figures").mkdir()
+    for name in CAPTIONS:
+        for ending in ("png", "svg", "pdf"):
+            (run / "figures" / f"{name}.{ending}").write_text("")
+    assert aggcli(capsys, "runs", "rm", "--yes", run).code == 0
+    assert tuple(CAPTIONS) == FIGURES
 
 
 def test_links_are_neither_followed_nor_removed(capsys, tmp_path: Path) -> None:

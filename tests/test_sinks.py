@@ -24,7 +24,7 @@ from aggcli.analysis.settings import differences, labelled
 from aggcli.config import settings_from
 from aggcli.errors import RecordError, SettingError
 from aggcli.measurement.catalogue import describe
-from aggcli.records import fresh_directory
+from aggcli.ownership import fresh_directory
 from tests.cli import aggcli, refused, strict_json, write_jsonl
 from tests.fixtures import fx_b, fx_e
 from tests.train_worker import SMALL

@@ -103,7 +103,7 @@ def test_differences_without_spread_are_not_taken_for_certain():
     assert (found.p, found.difference.low, found.difference.n) == (0.5, None, 2)
     same = paired_test(seeds([0.5, 0.6, 0.7]), seeds([0.5, 0.6, 0.7]))
     assert same is not None
-    assert (same.p, same.difference.low, same.difference.high) == (1.0, 0.0, 0.0)
+    assert (same.p, same.difference.mean, same.difference.low, same.difference.high) == (1.0, 0.0, None, None)
 
 
 def test_holm_multiplies_the_smallest_most_never_decreases_and_leaves_out_what_was_not_tested():

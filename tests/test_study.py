@@ -35,7 +35,8 @@ def rows(found: Mapping[str, Any], figure: str) -> dict[str, dict[str, Any]]:
 def test_the_verdict_is_a_headline_and_a_list_in_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs = comparison(tmp_path, {"sample_mean": [50, 51, 50], "prompt_mean": [60, 62, 61], "constant": [50, 50, 53]})
     headline = "Accuracy is higher under prompt_mean than under sample_mean, at equal steps and at equal tokens."
-    heading = "At equal steps, accuracy in the training rollouts of step 11, against sample_mean:"
+    corrected = "(Holm over the 4 pairs of both lists)"
+    heading = f"At equal steps, accuracy in the training rollouts of step 11, against sample_mean {corrected}:"
     found = json.loads(printed(capsys, runs, format="json", fit=False)[0])["verdict"]
     assert found["headline"] == headline
     assert [(line["axis"], line["mode"], line["word"]) for line in found["lines"]] == [
@@ -109,9 +110,11 @@ def test_evaluations_of_the_manifests_are_rows_paired_by_seed_and_the_verdict_at
     assert set(rows(found, "correct/response_length_on_fresh_prompts")) == {"sample_mean", "token_mean"}
     assert rows(found, "accuracy")["token_mean"]["difference"] == pytest.approx(0)  # the rollouts stay in the table
     by_steps, by_tokens = found["verdict"]["lines"]
-    assert by_steps["heading"] == "at equal steps, accuracy on fresh prompts after step 9, against sample_mean"
+    assert by_steps["heading"].startswith("at equal steps, accuracy on fresh prompts after step 9, against sample_mean (Holm")
     assert (by_steps["word"], by_tokens["word"]) == ("higher", "no difference shown")
-    assert by_tokens["heading"].startswith("at equal tokens, accuracy in the training rollouts up to 900 tokens")
+    assert by_tokens["heading"].endswith(
+        "last 10 % of the tokens up to 900, against sample_mean (Holm over the 2 pairs of both lists)"
+    )
     assert found["verdict"]["headline"] == (
         "At equal steps, accuracy is higher under token_mean than under sample_mean; at equal tokens no difference is shown."
     )
@@ -232,7 +235,7 @@ def test_training_on_recorded_rollouts_is_said_as_that_and_one_replay_too(tmp_pa
 
 
 def test_replays_of_many_arms_have_a_block_a_figure_and_break_no_number(tmp_path: Path, capsys) -> None:
-    arms = [one for at in range(3) for one in replayed(tmp_path / str(at), lr=0.001 * (at + 1))]
+    arms = [one for at in range(3) for one in replayed(tmp_path / str(at), eps_clip=0.1 * (at + 1))]
     out, _ = printed(capsys, arms)
     assert max(map(len, out.splitlines())) <= 80
     assert "\ngradient norm (mean of steps 0 to 1)\n" in out

@@ -15,8 +15,14 @@ from pathlib import Path
 import pytest
 
 from aggcli import grid
+from aggcli import team as team_module
+from aggcli.cli import live
+from aggcli.config import ObjectiveConfig
 from aggcli.errors import RecordError
 from aggcli.team import MemberFailed, Team, together
+from aggcli.training.loop import TrainedStep
+from aggcli.training.report import RunReport
+from aggcli.training.stack import RunSpec
 from tests.cli import aggcli, refused
 from tests.fixtures import MODES
 from tests.train_worker import SMALL
@@ -59,6 +65,78 @@ def test_a_member_that_says_no_is_heard_at_the_root_in_its_own_words_and_code() 
     with pytest.raises(MemberFailed, match=r"^no room$") as caught:
         together(2, work)
     assert caught.value.exit_code == 2
+
+
+def test_a_member_that_cannot_write_is_heard_as_this_process_would_say_it() -> None:
+    def work(team: Team) -> None:
+        if team.rank == 1:
+            raise OSError(28, "No space left on device", "out/metrics.jsonl")
+        team.everyone(None)
+
+    with pytest.raises(MemberFailed, match=r"^out/metrics\.jsonl: No space left on device$") as caught:
+        together(2, work)
+    assert caught.value.exit_code == 2
+
+
+def test_a_signal_without_a_name_is_given_by_its_number() -> None:
+    def work(team: Team) -> None:
+        if team.rank == 1:
+            os.kill(os.getpid(), 35)
+        team.everyone(None)
+
+    with pytest.raises(MemberFailed, match="was ended by signal 35; what was recorded is kept"):
+        together(2, work)
+
+
+def test_a_member_that_is_interrupted_interrupts_the_root() -> None:
+    def work(team: Team) -> None:
+        if team.rank == 1:
+            raise KeyboardInterrupt
+        team.everyone(None)
+
+    with pytest.raises(KeyboardInterrupt):
+        together(2, work)
+
+
+def test_an_interrupted_root_interrupts_a_member_that_waits_for_it(tmp_path: Path) -> None:
+    def work(team: Team) -> None:
+        if team.is_root:
+            team.gather(None)
+            raise KeyboardInterrupt
+        try:
+            team.everyone(None)
+        except KeyboardInterrupt:
+            (tmp_path / "told").touch()
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        together(2, work)
+    assert (tmp_path / "told").exists()
+
+
+def test_a_member_that_is_stopped_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team_module, "KILL_AFTER", 0.1)
+    members = []
+
+    def work(team: Team) -> None:
+        if team.is_root:
+            members.append(team.gather(None)[1])
+            os.kill(members[0], signal.SIGSTOP)
+            raise KeyboardInterrupt
+        team.everyone(os.getpid())
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        together(2, work)
+    assert time.monotonic() - began < 5
+    with pytest.raises(ProcessLookupError):
+        os.kill(members[0], 0)
+
+
+def test_closed_standard_streams_are_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert together(2, lambda team: team.rank) == [0, 1]
 
 
 def test_members_end_with_a_root_that_fails(tmp_path: Path) -> None:
@@ -158,6 +236,19 @@ def test_a_run_that_diverges_in_another_process_is_named_once_and_the_others_go_
     assert told.code == 1
     assert told.err.count("note: run constant, seed 0 diverged in step ") == 1, "it stays where it was, and is still named"
     assert len(_lines(tmp_path / "out" / "token_mean" / "seed-0" / "metrics.jsonl")) == 12
+
+
+def test_the_live_table_has_a_row_for_each_mode_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "is_terminal", lambda: True)
+    runs = [RunSpec(mode, mode, 0, ObjectiveConfig(), 1e-3) for mode in ("a", "b")]
+    values = [{"samples": 4, "correct/count": 3, "raw_reward": 0.75, "pg_loss": None}, {"samples": 0, "raw_reward": None}]
+    reports = [RunReport(run, value, []) for run, value in zip(runs, values, strict=True)]
+    shown = live.shown_of(TrainedStep(0, [(0, []), (1, reports)], [], 1.0, 4))
+    assert shown == [("a", 0.75, 0.75, None), ("b", None, None, None)]
+    table = live._table("step 1/2", [*shown, ("a", 0.25, 0.5, -1.0)], "caption")
+    assert [list(column.cells) for column in table.columns] == [["a", "b"], ["0.5000", ""], ["0.6250", ""], ["-1.0000", ""]]
+    monkeypatch.setattr(live, "is_terminal", lambda: False)
+    assert live.shown_of(TrainedStep(0, [(1, reports)], [], 1.0, 4)) == []
 
 
 def test_a_killed_member_ends_the_whole_within_seconds_and_the_stack_is_resumable(tmp_path: Path, alone: Path) -> None:

@@ -200,3 +200,42 @@ def test_a_resumed_stack_still_knows_which_run_diverged_when_and_why(tmp_path: P
     for _ in again.steps():
         pass
     assert torch.equal(again.weights.flat_RP, trainer.weights.flat_RP)
+
+
+# -- recorded rollouts ----------------------------------------------------------------------------------------------
+
+WITHOUT_GROUPS = ["--rollouts", str(Path(__file__).parent / "data" / "slime_train"), "--train", "--steps=1", "--dtype=float32"]
+
+
+def test_prompt_mean_is_left_out_of_training_where_rollouts_have_no_groups(capsys, tmp_path: Path) -> None:
+    told = aggcli(capsys, "compare", *WITHOUT_GROUPS, "--json", "--output", tmp_path / "out")
+    assert told.code == 0, told.err
+    assert list(strict_json(told.out)["modes"]) == ["sample_mean", "token_mean", "constant"]
+    assert (
+        "note: prompt_mean is left out: step 0 (0.pt), sample 0: group_index is missing and prompt_mean needs one" in told.err
+    )
+
+
+@pytest.mark.parametrize("mode", [["compare", "--modes=prompt_mean,constant"], ["run", "--loss-aggregation=prompt_mean"]])
+def test_prompt_mean_asked_for_without_groups_is_refused_before_anything_starts(
+    capsys, tmp_path: Path, mode: list[str]
+) -> None:
+    told = aggcli(capsys, *mode, *WITHOUT_GROUPS, "--output", tmp_path / "out")
+    assert "group_index is missing and prompt_mean needs one" in refused(told)
+    assert not (tmp_path / "out").exists()
+
+
+def test_processes_that_cannot_be_used_are_said(capsys, tmp_path: Path) -> None:
+    wide = [*FLAGS, "--steps=1", "--width=256", "--no-layout-records", "--modes=constant,token_mean", "--seeds=1"]
+    told = aggcli(capsys, "compare", *wide, "--processes=2", "--warm-start", _wide(tmp_path), "--output", tmp_path / "out")
+    assert told.code == 0, told.err
+    assert "note: --processes 2: the runs stay in one process" in told.err
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["processes"] == 1
+
+
+def _wide(tmp_path: Path) -> Path:
+    """An untaught policy of width 256, so that the test does not wait for its warm start."""
+    policy = PolicyConfig(14, 64, width=256)
+    path = tmp_path / "wide.safetensors"
+    save_policy(path, initial_parameters(policy, torch.Generator().manual_seed(0)), {}, "")
+    return path

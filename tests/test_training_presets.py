@@ -52,6 +52,7 @@ def test_a_rule_that_depends_on_the_layout_trains_and_is_recorded_as_moving(argu
     small = ["--steps", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--micro-batch-size", "4"]
     token_mean = ["--loss-aggregation", "token_mean"] if "--normalizer" in arguments else []
     assert main(["run", *arguments, *token_mean, *small, "--dtype", "float64", "--output", str(tmp_path / "o")]) == 0
-    capsys.readouterr()
+    rule = "trl:bnpo" if "trl:bnpo" in arguments else "token_mean@micro-batch"
+    assert f"note: {rule} varies with the layout: the trained tokens are counted in each micro-batch" in capsys.readouterr().err
     losses = [json.loads(line)["pg_loss"] for line in (tmp_path / "o" / "layouts.jsonl").read_text().splitlines()]
     assert max(losses) - min(losses) > 1e-6

@@ -13,8 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from aggcli.cli.recording import processes_before
+from aggcli.errors import RecordError
+from aggcli.training.checkpoint import load, save
 from tests.cli import aggcli, refused
 from tests.train_worker import SMALL
 
@@ -204,3 +207,51 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(capsys, five: Path, tmp_pat
     assert "checkpoint.safetensors: cannot be read" in refused(
         aggcli(capsys, *RUN, "--steps=5", "--resume", "--output", directory)
     )
+
+
+def test_a_line_that_is_no_record_is_refused_by_its_number_and_not_cut_off(capsys, five: Path, tmp_path: Path) -> None:
+    directory = _copy(five, tmp_path)
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write("garbage\n")
+    said = refused(aggcli(capsys, *RUN, "--steps=8", "--resume", "--output", directory))
+    assert f"{directory / 'metrics.jsonl'}: line 6 is not the record of a step; remove it to go on" in said
+    assert (directory / "metrics.jsonl").read_text().endswith("garbage\n")
+
+
+def test_records_that_are_gone_are_not_gone_on_with(capsys, five: Path, tmp_path: Path) -> None:
+    directory = _copy(five, tmp_path)
+    (directory / "metrics.jsonl").unlink()
+    said = refused(aggcli(capsys, *RUN, "--steps=8", "--resume", "--output", directory))
+    assert "metrics.jsonl: is missing, so what was done before step 5 cannot be kept" in said
+
+
+def test_a_directory_from_before_runs_were_shared_out_goes_on_in_one_process(five: Path, tmp_path: Path) -> None:
+    directory = _copy(five, tmp_path)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest.pop("processes") == 1
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    assert processes_before(directory) == 1
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "processes": 3}))
+    assert processes_before(directory) == 3
+    (tmp_path / "blank").mkdir()
+    assert processes_before(tmp_path / "blank") is None
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
+    five: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = _copy(five, tmp_path)
+    before, found = _parameters(directory), load(directory)
+    assert found is not None
+
+    def full(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(
+        RecordError, match=r"checkpoint\.safetensors: cannot be written \(No space left on device\); the one before"
+    ):
+        save(directory, found)
+    assert _parameters(directory) == before
+    assert not list(directory.glob("*.tmp"))

@@ -121,9 +121,10 @@ def test_a_line_names_the_word_size_interval_both_p_values_the_floor_and_the_see
     assert found.headline == "Accuracy is higher under b than under a, at equal steps and at equal tokens."
     line = "b: higher, +0.107 [+0.078, +0.135], Holm p = 0.0078, sign-flip p = 0.25 (floor 0.25), 3 seeds"
     # t = 16, so p = 1 - 16/sqrt(258), and twice that for two pairs
+    both = "(Holm over the 2 pairs of both lists)"
     assert found.lists == [
-        ("at equal steps, accuracy in the training rollouts of step 1, against a", (line,)),
-        ("at equal tokens, accuracy in the training rollouts up to 10 tokens, against a", (line,)),
+        (f"at equal steps, accuracy in the training rollouts of step 1, against a {both}", (line,)),
+        (f"at equal tokens, accuracy in the training rollouts at 10 tokens, against a {both}", (line,)),
     ]
 
 
@@ -183,7 +184,8 @@ def test_fresh_prompts_decide_at_equal_steps_and_the_rollouts_stand_beside_them(
     assert found.outcomes["accuracy"]["b"].pair.test.difference.mean == pytest.approx(0)
     by_steps, by_tokens = verdict(found).rankings
     assert by_steps.figure == "accuracy_on_fresh_prompts"
-    assert by_steps.heading == "at equal steps, accuracy on fresh prompts after step 3, against a"
+    both = "(Holm over the 2 pairs of both lists)"
+    assert by_steps.heading == f"at equal steps, accuracy on fresh prompts after step 3, against a {both}"
     assert by_steps.standings[0].difference is not None
     assert by_steps.standings[0].difference.mean == pytest.approx(0.31 / 3)  # 0.1, 0.1, 0.11
     assert (by_steps.standings[0].word, by_tokens.standings[0].word) == ("higher", "baseline")
@@ -210,7 +212,7 @@ def test_the_steps_of_a_run_are_its_setting_where_a_silent_last_step_left_no_lin
     runs, ends = evaluated(steps={"b": 3})
     given = [dataclasses.replace(one, settings={"steps": 4}) for one in runs]
     heading = verdict(compare(given, ends=ends)).rankings[0].heading
-    assert heading == "at equal steps, accuracy on fresh prompts after step 3, against a"
+    assert heading.startswith("at equal steps, accuracy on fresh prompts after step 3, against a (")
 
 
 def test_an_unknown_baseline_is_refused_and_named():

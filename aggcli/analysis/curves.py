@@ -32,14 +32,10 @@ BENT_ALPHA = 0.01
 class FitOptions:
     """How a curve is fitted."""
 
-    skip: float = 0.0
-    """The early part that is left out: points with compute below this. (The paper: about the first 1,500 GPU-hours.)"""
     start: float | None = None
     """R_0, where it is known; None fits it along, as the least-squares value at every cell."""
     grid: Grid | None = None
     """Cells to search; None makes them from the range of the data."""
-    polish: bool = True
-    """Fit A, C_mid and B (and R_0) freely from the best cell on; False keeps the cell, as the paper does: no intervals."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +66,23 @@ class Refused:
 def fit(compute: ArrayLike, reward: ArrayLike, options: FitOptions = FitOptions()) -> Curve | Refused:
     """Fit one run's curve, or say why not.
 
-    `compute`, `reward`: [points]; points without a number, and those of the early part, are left out. A curve is refused when
-    it has too few points, does not rise, has not reached half of its fitted gain within the data, or is described as well
-    by the power law R_0 + k C^B, the sigmoid's own limit for C far below C_mid: from such data A can be anything (the paper's
-    power law fits gave 1.0). That is an F-test with 1 degree of freedom, at `BENT_ALPHA`.
+    `compute`, `reward`: [points]; points without a number are left out. A curve is refused when it has too few points, does not
+    rise, has not reached half of its fitted gain within the data, or is not shown to be better than the power law R_0 + k C^B,
+    the sigmoid's own limit for C far below C_mid: from such data A can be anything (the paper's power law fits gave 1.0). That
+    is an F-test with 1 degree of freedom, at `BENT_ALPHA`.
     """
-    C, R = points_of(compute, reward, options.skip)
+    C, R = points_of(compute, reward)
     if len(C) < LEAST_POINTS:
         return Refused(f"{plural(len(C), 'point')}; a curve needs at least {LEAST_POINTS}")
     if not _rises(R):
         return Refused("the last quarter is not above the first (one-sided t-test at 5 %): nothing has been learned yet")
     search = grid_search(C, R, options.grid or adapted_grid(C, R), options.start)
-    found, squares = _polished(C, R, search, options.start) if options.polish else (search.best, float(search.squares.min()))
+    found, squares = _polished(C, R, search, options.start)
     if found.midpoint > C[-1]:
         return Refused(f"not bent: the data end at {C[-1]:.4g}, before half of the gain (fitted C_mid {found.midpoint:.4g})")
     p = bent_p_value(C, R, squares, options.start)
     if p >= BENT_ALPHA:
-        return Refused(f"not bent: a power law without an asymptote fits as well (F-test p = {p:.2g})")
+        return Refused(f"the bend is not shown at {BENT_ALPHA:.0%}: F-test against a power law p = {p:.2g}".replace("%", " %"))
     return _curve(C, found, squares, options)
 
 
@@ -117,10 +113,10 @@ def bent_p_value(C: Floats, R: Floats, squares: float, start: float | None) -> f
 # -- parts ----------------------------------------------------------------------------------------------------------
 
 
-def points_of(compute: ArrayLike, reward: ArrayLike, skip: float = 0.0) -> tuple[Floats, Floats]:
-    """The points that are fitted, sorted by compute: those with numbers, from `skip` on, at most `MOST_POINTS` averages."""
+def points_of(compute: ArrayLike, reward: ArrayLike) -> tuple[Floats, Floats]:
+    """The points that are fitted, sorted by compute: those with numbers, at most `MOST_POINTS` averages."""
     C, R = np.asarray(compute, dtype=np.float64), np.asarray(reward, dtype=np.float64)
-    known = np.isfinite(C) & np.isfinite(R) & (skip <= C) & (C >= 0)
+    known = np.isfinite(C) & np.isfinite(R) & (C >= 0)
     order = np.argsort(C[known], kind="stable")
     C, R = C[known][order], R[known][order]
     if len(C) <= MOST_POINTS:
@@ -162,9 +158,6 @@ def _polished(C: Floats, R: Floats, search: Search, start: float | None) -> tupl
 def _curve(C: Floats, found: Parameters, squares: float, options: FitOptions) -> Curve:
     free, n = 4 if options.start is None else 3, len(C)
     residual = math.sqrt(squares / (n - free))
-    if not options.polish:
-        exact = [Interval(value, None, None, n) for value in (found.asymptote, found.exponent, found.midpoint)]
-        return Curve(found.start, exact[0], exact[1], exact[2], residual, n)
     by = slopes(C, found)[:, :free]
     deviations = residual * np.sqrt(np.diag(np.linalg.pinv(by.T @ by, rcond=1e-14)))
     A, log_B, log_mid = (float(stats.t.ppf((1 + CONFIDENCE) / 2, n - free)) * deviations[:3]).tolist()

@@ -15,15 +15,8 @@ from typing import Any
 
 from aggcli.config import RunConfig, to_flat
 from aggcli.errors import RecordError
-from aggcli.records import MANIFEST, METRICS, contents, read_manifest
-
-_SHAPES = {
-    **dict.fromkeys(("settings", "environment", "evaluation"), dict),
-    **dict.fromkeys(("command", "mode", "status", "diverged"), str),
-    **dict.fromkeys(("arguments", "runs"), list),
-    "seed": int,
-}
-"""Type of each field of a manifest that is read here."""
+from aggcli.ownership import contents
+from aggcli.records import MANIFEST, METRICS, read_manifest
 
 
 @dataclass(frozen=True)
@@ -134,11 +127,11 @@ def results_under(directory: Path, note: Callable[[str], None]) -> Iterator[Resu
 
 def read_results(directory: Path) -> Results:
     """A results directory and its runs. Raises `RecordError` for one that cannot be read."""
-    manifest = checked_manifest(directory)
+    manifest = read_manifest(directory)
     names = manifest.get("runs", ["."])
     places = [directory / name for name in names]
     found = [
-        Run(name, manifest if name == "." else checked_manifest(place), _last_line(place / METRICS))
+        Run(name, manifest if name == "." else read_manifest(place), _last_line(place / METRICS))
         for name, place in zip(names, places, strict=True)
     ]
     written = [
@@ -147,20 +140,8 @@ def read_results(directory: Path) -> Results:
     return Results(directory, manifest, tuple(found), max(written))
 
 
-def checked_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a results directory, with fields of the types that are read here. Raises `RecordError`."""
-    manifest = read_manifest(directory)
-    for name, kind in _SHAPES.items():
-        if name in manifest and not isinstance(manifest[name], kind):
-            raise RecordError(f"{directory}: {name} in its {MANIFEST} is not of type {kind.__name__}")
-    named = manifest.get("runs", ["."])
-    if not named or not all(isinstance(name, str) for name in named):
-        raise RecordError(f"{directory}: runs in its {MANIFEST} is not a list of folders")
-    return manifest
-
-
 def contents_of(directory: Path) -> tuple[list[Path], list[Path]]:
-    """The files that aggcli wrote, and whatever else stands there (see `aggcli.records.contents`). Raises `RecordError`."""
+    """The files that aggcli wrote, and whatever else stands there (see `aggcli.ownership.contents`). Raises `RecordError`."""
     try:
         return contents(directory)
     except OSError as error:

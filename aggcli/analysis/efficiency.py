@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy import optimize
@@ -32,6 +32,7 @@ class FittedRun:
 class ModeCurve:
     """A mode's curves over the seeds that have bent: `n` of the intervals is their number, and `refused` says why the rest have
     none. B and C_mid are positive: their intervals are those of their logarithms. All None where no seed has bent.
+    `values`: the numbers of the seeds, by the name of the interval.
     """
 
     label: str
@@ -39,6 +40,7 @@ class ModeCurve:
     exponent: Interval | None
     midpoint: Interval | None
     refused: tuple[str, ...]
+    values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,14 @@ def mode_curves(fitted: Sequence[FittedRun]) -> dict[str, ModeCurve]:
     for label in with_labels(one.run for one in fitted):
         own = [one for one in fitted if one.run.label == label]
         bent = [one.curve for one in own if isinstance(one.curve, Curve)]
+        values = {name: tuple(getattr(curve, name).mean for curve in bent) for name in ("asymptote", "exponent", "midpoint")}
         found[label] = ModeCurve(
             label,
-            interval([curve.asymptote.mean for curve in bent]) if bent else None,
-            geometric_interval([curve.exponent.mean for curve in bent]) if bent else None,
-            geometric_interval([curve.midpoint.mean for curve in bent]) if bent else None,
+            interval(values["asymptote"]) if bent else None,
+            geometric_interval(values["exponent"]) if bent else None,
+            geometric_interval(values["midpoint"]) if bent else None,
             tuple(f"seed {one.run.seed}: {one.curve.reason}" for one in own if isinstance(one.curve, Refused)),
+            values,
         )
     return found
 
@@ -121,7 +125,7 @@ def common_asymptote(
     Starts from the runs' own fits; refused runs are left aside. Returns A and the parameters of each of the others.
     """
     bent = [(one.run, one.curve) for one in fitted if isinstance(one.curve, Curve)]
-    data = [points_of(run.axis(axis), run.measures[measure], options.skip) for run, _ in bent]
+    data = [points_of(run.axis(axis), run.measures[measure]) for run, _ in bent]
     own = [curve for _, curve in bent]
     free = 3 if options.start is None else 2
     first = [float(np.mean([curve.asymptote.mean for curve in own]))]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from aggcli.analysis.settings import arm_labels
 from aggcli.errors import RecordError
 from aggcli.measurement.catalogue import describe
 from aggcli.records import LAYOUTS, METRICS, SAMPLES, SCHEMA, read_lines, read_manifest, run_directories
@@ -25,11 +26,15 @@ _STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. `label`: the mode where that is enough to tell the runs apart, else `mode (directory)`."""
+    """A run directory. `label`: the mode where that is enough to tell the runs apart, else `mode (directory)`; `arm`: the mode,
+    with the settings that differ where it was run under several.
+    """
 
     label: str
     mode: str
     directory: Path
+    arm: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Frames:
 
     metrics: one row per (run, step); layouts: per (run, step, layout); ranks: per (run, step, layout, rank), where a
     weighted metric is the rank's share and `idle` says that the rank had no sample; samples: per (run, step, training
-    sample). Metrics are float64 columns with the catalogue's units. `notes`: what was left out, for the reader.
+    sample). Metrics are float64 columns with the catalogue's units. `notes`: what was left out, for the reader; `silent`: the
+    directories of runs without a recorded step.
     """
 
     runs: tuple[Run, ...]
@@ -47,6 +53,7 @@ class Frames:
     ranks: pd.DataFrame
     samples: pd.DataFrame
     notes: tuple[str, ...] = field(default=())
+    silent: tuple[Path, ...] = ()
 
     @property
     def steps(self) -> list[int]:
@@ -70,10 +77,11 @@ def read_frames(directories: Sequence[Path], *, only_metrics: bool = False) -> F
     `RecordError` for a folder that is no results directory, a record that cannot be read, or when no step is recorded at all.
     """
     found = _labelled(_runs(directories))
-    metrics = {run.label: list(_lines(run, METRICS)) for run in found}
+    metrics = {run.label: list(_lines(run, METRICS)) if (run.directory / METRICS).exists() else [] for run in found}
     runs = tuple(run for run in found if metrics[run.label])
     if not runs:
         raise RecordError(f"{', '.join(map(str, directories))}: no steps are recorded")
+    silent = tuple(run.directory for run in found if not metrics[run.label])
     detailed = () if only_metrics else runs
     layouts = [row for run in detailed if (run.directory / LAYOUTS).exists() for row in _lines(run, LAYOUTS)]
     return Frames(
@@ -82,7 +90,8 @@ def read_frames(directories: Sequence[Path], *, only_metrics: bool = False) -> F
         layouts=_frame([{key: value for key, value in row.items() if key != "ranks"} for row in layouts], "layout"),
         ranks=_frame([rank for row in layouts for rank in _ranks_of(row)], "layout", "rank", "idle"),
         samples=_samples(detailed),
-        notes=tuple(f"{run.directory}: no steps are recorded; left out" for run in found if run not in runs),
+        notes=tuple(f"{directory}: no steps are recorded; left out" for directory in silent),
+        silent=silent,
     )
 
 
@@ -124,8 +133,10 @@ def _runs(directories: Sequence[Path]) -> list[Run]:
     found: dict[Path, Run] = {}
     for given in directories:
         for directory in run_directories(given):
-            mode = str(read_manifest(directory).get("mode", "custom"))
-            found.setdefault(directory.resolve(), Run("", mode, directory))
+            manifest = read_manifest(directory)
+            settings = manifest.get("settings")
+            own = settings if isinstance(settings, Mapping) else {}
+            found.setdefault(directory.resolve(), Run("", str(manifest.get("mode", "custom")), directory, settings=own))
     return list(found.values())
 
 
@@ -142,7 +153,8 @@ def _labelled(found: list[Run]) -> list[Run]:
         same = [run for run in found if run.mode == mode]
         named = next(texts for choice in choices if len(set(texts := [choice(run) for run in same])) == len(same))
         labels.update({run.directory: label for run, label in zip(same, named, strict=True)})
-    return [Run(labels[run.directory], run.mode, run.directory) for run in found]
+    arms = arm_labels([(run.mode, run.settings) for run in found])
+    return [replace(run, label=labels[run.directory], arm=arm) for run, arm in zip(found, arms, strict=True)]
 
 
 def _own_name(run: Run) -> str:

@@ -45,6 +45,7 @@ class History:
     `seconds` are the run's share of those of its stack. `measures` has the names in `MEASURES`. `repeated`: lines that record
     an optimizer step again; the last one counts. `stack`: what tells the stack that the run was trained in from others; None
     where no seconds are recorded. `evaluation`: on fresh prompts after training, None where the run was not evaluated.
+    `diverged`: the rollout step in which it diverged, and what is said of it; None where it did not.
     """
 
     directory: Path
@@ -61,6 +62,7 @@ class History:
     label: str = ""
     stack: tuple[float, float] | None = None
     evaluation: Mapping[str, Any] | None = None
+    diverged: tuple[int, str] | None = None
 
     def axis(self, name: str) -> Floats:
         """`steps`, `tokens` or `seconds`, as float64 [E]."""
@@ -73,16 +75,13 @@ def read_histories(directories: Sequence[Path]) -> tuple[list[History], list[str
     A directory that is given twice counts once; runs without a recorded step are left out. Raises `RecordError` for a folder
     that is no results directory or a record that cannot be read, and when no step is recorded at all.
     """
-    found: dict[Path, Path] = {}
-    for given in directories:
-        for directory in run_directories(given):
-            found.setdefault(directory.resolve(), directory)
+    found = _distinct(directories)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:  # the JSON reader works outside Python's lock
-        read = list(pool.map(read_history, found.values()))
+        read = list(pool.map(read_history, found))
     histories = [history for history in read if history is not None]
     if not histories:
         raise RecordError(f"{some(directories)}: no steps are recorded")
-    empty = [directory for directory, history in zip(found.values(), read, strict=True) if history is None]
+    empty = [directory for directory, history in zip(found, read, strict=True) if history is None]
     notes = [f"no steps are recorded, left out: {some(empty)}"] if empty else []
     repeated = [history for history in histories if history.repeated]
     if repeated:
@@ -92,6 +91,20 @@ def read_histories(directories: Sequence[Path]) -> tuple[list[History], list[str
             f" writes them again); the last one counts: {some(history.directory for history in repeated)}"
         )
     return histories, notes
+
+
+def without_steps(directories: Sequence[Path], read: Iterable[History]) -> list[Path]:
+    """The runs of these results directories that `read_histories` left out, since no step of them is recorded."""
+    known = {run.directory for run in read}
+    return [directory for directory in _distinct(directories) if directory not in known]
+
+
+def _distinct(directories: Sequence[Path]) -> list[Path]:
+    found: dict[Path, Path] = {}
+    for given in directories:
+        for directory in run_directories(given):
+            found.setdefault(directory.resolve(), directory)
+    return list(found.values())
 
 
 def read_history(directory: Path) -> History | None:
@@ -108,32 +121,38 @@ def read_history(directory: Path) -> History | None:
     parts = {name: values[last][order] for name, values in columns.items()}
     totals = {name: _sums(parts[name], starts) for name in _COUNTS}
     share, stack = _shares(directory / TIMINGS, steps)
-    environment, evaluation = manifest.get("environment") or {}, manifest.get("evaluation")
     return History(
         directory=directory,
-        mode=str(manifest.get("mode", "custom")),
-        seed=int(manifest.get("seed", (manifest.get("settings") or {}).get("seed", 0))),
-        status=str(manifest.get("status", "")),
+        mode=manifest.get("mode", "custom"),
+        seed=manifest.get("seed", manifest.get("settings", {}).get("seed", 0)),
+        status=manifest.get("status", ""),
         settings=resolved_settings(manifest),
-        provenance=_provenance(environment, manifest),
+        provenance=_provenance(manifest),
         steps=steps,
         tokens=_before(totals["response_tokens"], steps),
         seconds=_before(share, steps),
         measures=_measures(parts, totals, starts),
         repeated=columns["samples"].size - len(last),
         stack=stack,
-        evaluation=evaluation if isinstance(evaluation, Mapping) else None,
+        evaluation=manifest.get("evaluation"),
+        diverged=when_diverged(manifest),
     )
 
 
 def resolved_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The settings in a run's manifest, with what the run made of them: its own divisor and the response limit."""
     resolved = {"loss_aggregation_divisor": manifest.get("divisor"), "max_response_length": manifest.get("response_limit")}
-    given = manifest.get("settings") or {}
+    given = manifest.get("settings", {})
     return {**given, **{name: value for name, value in resolved.items() if value is not None}}
 
 
-def _provenance(environment: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+def when_diverged(manifest: Mapping[str, Any]) -> tuple[int, str] | None:
+    """The rollout step in which a run diverged, and what is said of it."""
+    return (manifest["diverged_step"], manifest["diverged"]) if "diverged" in manifest else None
+
+
+def _provenance(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    environment = manifest.get("environment", {})
     packages = environment.get("packages") or {}
     found = {
         "aggcli": environment.get("aggcli"),
@@ -149,7 +168,8 @@ def _provenance(environment: Mapping[str, Any], manifest: Mapping[str, Any]) -> 
 
 
 def _columns(path: Path, names: Sequence[str]) -> dict[str, Floats] | None:
-    """These columns of a record file as float64, NaN but in the first one where blank; None for a file without a line.
+    """These columns of a record file as float64, NaN but in the first one where blank; None for no file, or one
+    without a line.
 
     A half-written last line (a killed writer) is left out. Raises `RecordError` for a line without the first column.
     """
@@ -158,6 +178,8 @@ def _columns(path: Path, names: Sequence[str]) -> dict[str, Floats] | None:
 
     try:
         data = path.read_bytes()
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
     whole = memoryview(data)[: data.rfind(b"\n") + 1]

@@ -22,11 +22,15 @@ from aggcli.measurement.words import plural
 
 @dataclass(frozen=True)
 class Pair:
-    """An arm against the baseline. `p_holm` and `sign_flip_holm`: corrected over the pairs of this figure."""
+    """An arm against the baseline. `mean` and `baseline_mean`: the two whose difference it is, over the pair's seeds and where
+    its own runs are equal; `p_holm` and `sign_flip_holm`: corrected over the pairs of this figure.
+    """
 
     baseline: str
     common: Common | None
     test: PairedTest
+    mean: float
+    baseline_mean: float
     p_holm: float | None = None
     sign_flip_holm: float | None = None
 
@@ -50,7 +54,7 @@ class Outcome:
 class Comparison:
     """`outcomes`: figure -> label -> outcome, the baseline first; without the figures and arms that have nothing to show.
 
-    `figures`: what each of them is, by name.
+    `figures`: what each of them is, by name; `window`: the share of the common range that they are means of.
     """
 
     baseline: str
@@ -59,6 +63,7 @@ class Comparison:
     reach: float | None
     notes: tuple[str, ...]
     figures: Mapping[str, Figure] = dataclasses.field(default_factory=lambda: FIGURES)
+    window: float = WINDOW
 
 
 def compare(
@@ -86,8 +91,9 @@ def compare(
         present = {label: outcome for label, outcome in found.items() if outcome is not None}
         if present:
             outcomes[figure.name] = _with_pairs(figure, present, arms, base, terms)
-    notes = [*_notes(arms, base, outcomes), *(_unequal_ends(arms, base) if terms.ends else [])]
-    return Comparison(base, tuple(arms), outcomes, terms.reach, tuple(notes))
+    notes = [*_notes(arms, base, outcomes), *_not_reached(arms, outcomes, terms.reach), *_collapsed(outcomes)]
+    notes += _unequal_ends(arms, base) if terms.ends else []
+    return Comparison(base, tuple(arms), outcomes, terms.reach, tuple(notes), window=window)
 
 
 def arms_of(runs: Sequence[History], baseline: str | None) -> dict[str, list[History]]:
@@ -120,7 +126,7 @@ def _with_pairs(
     p = holm([pair.test.p for pair in shown.values()])
     flips = holm([None if (flip := pair.test.sign_flip) is None else flip.p for pair in shown.values()])
     done = {
-        label: Pair(base, pair.common, pair.test, one, flip)
+        label: dataclasses.replace(pair, p_holm=one, sign_flip_holm=flip)
         for (label, pair), one, flip in zip(shown.items(), p, flips, strict=True)
     }
     return {label: dataclasses.replace(outcome, pair=done.get(label)) for label, outcome in present.items()}
@@ -132,8 +138,12 @@ def _pair(figure: Figure, arm: Sequence[History], base: Sequence[History], terms
     if not shared:
         return None
     span = span_of(figure, [*mine, *theirs], terms.window)
-    test = paired_test(values_in(figure, mine, span, terms), values_in(figure, theirs, span, terms))
-    return None if test is None else Pair(base[0].label, span and span.common, test)
+    values, against = (values_in(figure, runs, span, terms) for runs in (mine, theirs))
+    test, seeds = paired_test(values, against), values.keys() & against.keys()
+    if test is None:
+        return None
+    means = (interval([of[seed] for seed in sorted(seeds)]).mean for of in (values, against))
+    return Pair(base[0].label, span and span.common, test, *means)
 
 
 def _reward_is_accuracy(runs: Sequence[History]) -> bool:
@@ -166,13 +176,38 @@ def _notes(arms: Mapping[str, Sequence[History]], base: str, outcomes: Mapping[s
             against = f" and {base}" if label != base else ""
             steps = plural(common.points, "common step")
             said.append(f"{label}{against}: {steps}; {plural(common.dropped, 'is', 'are')} missing in some run, left out")
-    for label, outcome in outcomes.get("tokens_to_accuracy", {}).items():
-        if len(outcome.values) < len(arms[label]):
+    return said
+
+
+def _not_reached(
+    arms: Mapping[str, Sequence[History]], outcomes: Mapping[str, Mapping[str, Outcome]], reach: float | None
+) -> list[str]:
+    """Which runs have no tokens to the accuracy `reach`."""
+    if reach is None or "accuracy" not in outcomes:
+        return []
+    found = outcomes.get("tokens_to_accuracy", {})
+    if not found:
+        return [f"no run reaches an accuracy of {reach:g}"]
+    said = []
+    for label, runs in arms.items():
+        there, total = len(found[label].values) if label in found else 0, plural(len(runs), "run")
+        if not there:
+            said.append(f"{label}: none of its {total} reached an accuracy of {reach:g}")
+        elif there < len(runs):
             said.append(
-                f"{label}: only {len(outcome.values)} of {plural(len(arms[label]), 'run')} reached the accuracy, so its tokens"
-                " to accuracy are those of the faster ones"
+                f"{label}: only {there} of {total} reached the accuracy, so its tokens to accuracy are those of the faster ones"
             )
     return said
+
+
+def _collapsed(outcomes: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
+    ends = [value for outcome in outcomes.get("accuracy", {}).values() for value in outcome.values.values()]
+    if not ends or any(ends):
+        return []
+    return [
+        "every run ends at an accuracy of 0 in its training rollouts: the policies have collapsed or never learned, and no mode"
+        " can be told from another by it"
+    ]
 
 
 def _unequal_ends(arms: Mapping[str, Sequence[History]], base: str) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from aggcli.analysis.histories import History
+from aggcli.config import unread_settings
 from aggcli.errors import some
 from aggcli.measurement.words import plural
 
@@ -40,12 +41,11 @@ class SettingDifference:
 
 
 def effective_settings(mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that the numbers of a run of this mode depend on, other than its mode and seed."""
-    return {
-        name: value
-        for name, value in settings.items()
-        if name not in _THE_MODE | _BOOKKEEPING and _OF_ONE_MODE.get(name, mode) == mode
-    }
+    """The settings that the numbers of a run of this mode depend on, other than its mode and seed; whether it trains stays."""
+    rollouts = settings.get("rollouts") or ()
+    unread = unread_settings(trains=bool(settings.get("train")) or not rollouts, rollouts=rollouts)
+    left_out = _THE_MODE | _BOOKKEEPING | (unread.keys() - {"train"})
+    return {name: value for name, value in settings.items() if name not in left_out and _OF_ONE_MODE.get(name, mode) == mode}
 
 
 def labelled(runs: Sequence[History]) -> list[History]:
@@ -53,16 +53,22 @@ def labelled(runs: Sequence[History]) -> list[History]:
 
     Runs of one arm differ in the seed only (and in `steps`, device and version, which `differences` names).
     """
-    identity = {id(run): _identity(run) for run in runs}
-    found: dict[int, str] = {}
-    for mode in dict.fromkeys(run.mode for run in runs):
-        same = [run for run in runs if run.mode == mode]
-        own = [identity[id(run)] for run in same]
-        differing = sorted({name for name in set().union(*own) if len({values.get(name) for values in own}) > 1})
-        for run, values in zip(same, own, strict=True):
-            shown = ", ".join(f"{name}={_short(values.get(name))}" for name in differing)
-            found[id(run)] = f"{mode} ({shown})" if shown else mode
-    return [dataclasses.replace(run, label=found[id(run)]) for run in runs]
+    labels = arm_labels([(run.mode, run.settings) for run in runs])
+    return [dataclasses.replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
+
+
+def arm_labels(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """The label of the arm of each run, given as (mode, settings); see `labelled`."""
+    identity = [_identity(mode, settings) for mode, settings in runs]
+    labels = [mode for mode, _ in runs]
+    for mode in dict.fromkeys(labels):
+        same = [at for at, (own, _) in enumerate(runs) if own == mode]
+        names = sorted(set().union(*(identity[at] for at in same)))
+        differing = [name for name in names if len({identity[at].get(name) for at in same}) > 1]
+        for at in same:
+            shown = ", ".join(f"{name}={_short(identity[at].get(name))}" for name in differing)
+            labels[at] = f"{mode} ({shown})" if shown else mode
+    return labels
 
 
 def without_duplicates(runs: Sequence[History]) -> tuple[list[History], list[str]]:
@@ -118,9 +124,9 @@ def warnings(found: Sequence[SettingDifference]) -> list[str]:
     return said
 
 
-def _identity(run: History) -> dict[str, Any]:
-    settings = effective_settings(run.mode, run.settings)
-    return {name: _hashable(value) for name, value in settings.items() if name not in _NOT_IDENTITY}
+def _identity(mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    own = effective_settings(mode, settings)
+    return {name: _hashable(value) for name, value in own.items() if name not in _NOT_IDENTITY}
 
 
 def _hashable(value: Any) -> Any:

@@ -40,10 +40,6 @@ class Grid:
     midpoints: Floats
 
 
-PAPER_GRID = Grid(np.round(np.arange(0.450, 0.8001, 0.005), 3), np.linspace(100.0, 40000.0, 100))
-"""The paper's own, for pass rates against GPU-hours: A in 0.450, 0.455, ..., 0.800 and 100 values of C_mid in [100, 40000]."""
-
-
 @dataclass(frozen=True)
 class Search:
     """What a grid search found: sum of squared residuals, ln B and R_0 of every cell, each [I, J]."""

@@ -44,7 +44,7 @@ class SignFlip:
 class PairedTest:
     """A paired difference and what speaks against it being 0.
 
-    `p`: paired t-test; None for a single seed, as is `sign_flip`. A difference that is the same in all seeds, and not 0, has no
+    `p`: paired t-test; None for a single seed, as is `sign_flip`. A difference that is the same in all seeds, be it 0, has no
     interval: a spread of 0 over a few seeds is a matter of luck, not of certainty.
     """
 
@@ -127,8 +127,8 @@ def sign_flip(differences: Sequence[float]) -> SignFlip | None:
 def paired_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> PairedTest | None:
     """Difference, interval, t-test and sign-flip test over the seeds that both have; None without a common seed.
 
-    Equal differences (but for rounding) have no spread that a t-test could measure them by: their p is the sign-flip's, and
-    they have no interval unless they are 0: then the runs came out the same, and the interval is that point.
+    Equal differences (but for rounding), of 0 too, have no spread that a t-test could measure them by: their p is the
+    sign-flip's, and they have no interval.
     """
     common = sorted(values.keys() & baseline.keys())
     if not common:
@@ -138,8 +138,6 @@ def paired_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> P
     if flipped is None:
         return PairedTest(found, None, None)
     if max(differences) - min(differences) <= _ROUNDING * max(map(abs, differences)):
-        if not any(differences):
-            found = Interval(0.0, 0.0, 0.0, found.n)
         return PairedTest(found, flipped.p, flipped)
     from scipy import stats
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from aggcli.analysis.divergence import Diverged, diverged_of, in_words
 from aggcli.analysis.evaluations import evaluations_of
 from aggcli.analysis.histories import History
 from aggcli.analysis.outcomes import Comparison, compare
@@ -18,7 +21,8 @@ from aggcli.measurement.words import plural
 @dataclass(frozen=True)
 class Study:
     """`runs`: those that are compared, labelled by arm, each arm and seed once; `recorded`: whether their rollouts were
-    recorded before them, so that no mode can be ahead of another.
+    recorded before them, so that no mode can be ahead of another; `diverged`: which of them trained no further, which the
+    verdict says first.
     """
 
     runs: tuple[History, ...]
@@ -26,29 +30,48 @@ class Study:
     comparison: Comparison
     verdict: Verdict
     notes: tuple[str, ...]
+    diverged: tuple[Diverged, ...] = ()
+
+
+def compared_runs(read: Sequence[History]) -> tuple[list[History], bool, list[str]]:
+    """The runs that sampled their own rollouts, or all where none did, labelled by arm, each arm and seed once; whether they
+    are on recorded rollouts; and notes on the runs left out.
+
+    What a report compares and what it draws are both chosen here.
+    """
+    sampled = [run for run in read if not on_recorded_rollouts(run)]
+    runs, notes = without_duplicates(labelled(sampled or read))
+    if sampled and (left := len(read) - len(sampled)):
+        notes.append(f"{plural(left, 'run is', 'runs are')} on recorded rollouts and left out of the comparison")
+    return runs, not sampled, notes
 
 
 def study(
     read: Sequence[History],
     baseline: str | None = None,
     *,
-    sampled: Sequence[History] | None = None,
+    silent: Sequence[Path] = (),
     window: float = WINDOW,
     reach: float | None = None,
 ) -> Study:
     """Compare the runs that sampled their own rollouts; where none did, those on recorded rollouts, by what modes change there.
 
-    `sampled`: the former, default those whose settings name no rollouts; see `compare` for the rest. Raises `SettingError` and
-    `RecordError`.
+    `silent`: directories of runs without a recorded step, which may have diverged; see `compared_runs` and `compare` for the
+    rest. Raises `SettingError` and `RecordError`.
     """
-    if sampled is None:
-        sampled = [run for run in read if not on_recorded_rollouts(run)]
-    runs, notes = without_duplicates(labelled(sampled or read))
-    if not sampled:
+    runs, recorded, notes = compared_runs(read)
+    gone = tuple(diverged_of(runs, silent))
+    notes += [one.text for one in gone]
+    if recorded:
         comparison = compare_recorded(runs, baseline)
-        return Study(tuple(runs), True, comparison, recorded_verdict(comparison, runs), tuple(notes))
-    if left := len(read) - len(sampled):
-        notes.append(f"{plural(left, 'run is', 'runs are')} on recorded rollouts and left out of the comparison")
+        found = _said_first(recorded_verdict(comparison, runs), runs, gone)
+        return Study(tuple(runs), True, comparison, found, tuple(notes), gone)
     ends, missing = evaluations_of(runs)
     comparison = compare(runs, baseline, window=window, reach=reach, ends=ends)
-    return Study(tuple(runs), False, comparison, verdict(comparison), (*notes, *missing, *comparison.notes))
+    found = _said_first(verdict(comparison), runs, gone)
+    return Study(tuple(runs), False, comparison, found, (*notes, *missing, *comparison.notes), gone)
+
+
+def _said_first(found: Verdict, runs: Sequence[History], gone: Sequence[Diverged]) -> Verdict:
+    said = in_words(gone, Counter(run.label for run in runs))
+    return replace(found, headline=f"{said} {found.headline}") if said else found

@@ -26,6 +26,7 @@ from aggcli.analysis.outcomes import Comparison, Outcome
 from aggcli.analysis.run_figures import Common
 from aggcli.analysis.statistics import CONFIDENCE, Interval, SignFlip, holm
 from aggcli.errors import some
+from aggcli.measurement.words import listed
 
 ALPHA = 1 - CONFIDENCE
 _MEASURES = {"accuracy": "accuracy", "raw_reward": "raw reward"}
@@ -58,7 +59,6 @@ class Ranking:
     where its own runs are equal: at its last common steps, or at the most tokens that all of its runs saw.
     """
 
-    measure: str
     axis: Literal["steps", "tokens"]
     figure: str
     baseline: str
@@ -70,12 +70,13 @@ class Ranking:
 @dataclass(frozen=True)
 class Verdict:
     """One sentence, and the lines under it: those of the rankings that could be made, or `remarks` (a heading and its lines)
-    where there is nothing to test.
+    where there is nothing to test. `pairs`: tests that Holm's correction is over, those of all rankings together.
     """
 
     headline: str
     rankings: tuple[Ranking, ...] = ()
     remarks: tuple[str, tuple[str, ...]] | None = None
+    pairs: int = 0
 
     @property
     def lists(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -98,7 +99,7 @@ def verdict(comparison: Comparison) -> Verdict:
     axes = tuple((axis, figure) for axis, figure in axes if figure in comparison.outcomes)
     p_holm = _corrected(comparison, [figure for _, figure in axes])
     rankings = tuple(_ranking(comparison, measure, axis, figure, p_holm) for axis, figure in axes)
-    return Verdict(_headline(_MEASURES[measure], rankings), rankings)
+    return Verdict(_headline(_MEASURES[measure], rankings), rankings, pairs=_tested(p_holm))
 
 
 def _corrected(comparison: Comparison, figures: Sequence[str]) -> dict[tuple[str, str], float | None]:
@@ -110,6 +111,10 @@ def _corrected(comparison: Comparison, figures: Sequence[str]) -> dict[tuple[str
         if outcome.pair is not None
     }
     return dict(zip(pairs, holm(list(pairs.values())), strict=True))
+
+
+def _tested(p_holm: Mapping[tuple[str, str], float | None]) -> int:
+    return sum(p is not None for p in p_holm.values())
 
 
 def _at_equal_steps(comparison: Comparison, measure: str) -> str:
@@ -136,8 +141,10 @@ def _ranking(
     found = [_standing(outcome, baseline, p_holm.get((figure, label))) for label, outcome in outcomes.items()]
     found.sort(key=lambda one: (one.word == "not paired", 0.0 if one.difference is None else -one.difference.mean))
     shown = any(one.word in ("higher", "lower") for one in found)
-    heading = f"at equal {axis}, {_MEASURES[measure]} {_where(found)}, against {baseline}"
-    return Ranking(measure, axis, figure, baseline, tuple(found), shown, heading)
+    pairs, both = _tested(p_holm), len({figure for figure, _ in p_holm}) > 1
+    corrected = f" (Holm over the {pairs} pairs{' of both lists' if both else ''})" if pairs > 1 else ""
+    heading = f"at equal {axis}, {_MEASURES[measure]} {_where(found, comparison.window)}, against {baseline}{corrected}"
+    return Ranking(axis, figure, baseline, tuple(found), shown, heading)
 
 
 def _standing(outcome: Outcome, baseline: str, p_holm: float | None) -> Standing:
@@ -161,12 +168,12 @@ def _standing(outcome: Outcome, baseline: str, p_holm: float | None) -> Standing
 def _headline(measure: str, rankings: Sequence[Ranking]) -> str:
     """Who is ahead and on which axis, without numbers; where nobody is, why not."""
     shown = [one for one in rankings if one.shown]
-    axes = _listed([f"at equal {one.axis}" for one in rankings], "or")
+    axes = listed([f"at equal {one.axis}" for one in rankings], "or")
     if not shown:
         return _nothing_shown(measure, rankings[0], axes)
     claims = {one.axis: _claim(measure, one) for one in shown}
     if len(shown) == len(rankings) and len(set(claims.values())) == 1:
-        said = f"{claims[shown[0].axis]}, {_listed([f'at equal {one.axis}' for one in shown])}"
+        said = f"{claims[shown[0].axis]}, {listed([f'at equal {one.axis}' for one in shown])}"
         return f"{said[0].upper()}{said[1:]}."
     parts = [
         f"at equal {one.axis}, {claims[one.axis]}" if one.shown else f"at equal {one.axis} no difference is shown"
@@ -180,7 +187,7 @@ def _nothing_shown(measure: str, ranking: Ranking, axes: str) -> str:
     baseline, others = ranking.baseline, [one for one in ranking.standings if one.word == "no difference shown"]
     if not others:
         return f"No verdict: no other mode can be paired with {baseline}."
-    between = f"between {baseline} and {_named(others)}"
+    between = f"between {baseline} and {_named(others, 'or')}"
     if all(one.p_holm is None for one in others):
         return f"One seed: no interval and no test, so no difference in {measure} can be shown {between}."
     return f"No difference in {measure} is shown {between}, {axes}."
@@ -196,17 +203,13 @@ def _claim(measure: str, ranking: Ranking) -> str:
     return f"{measure} is {' and '.join(parts)} than under {ranking.baseline}"
 
 
-def _named(standings: Sequence[Standing]) -> str:
+def _named(standings: Sequence[Standing], last: str = "and") -> str:
     labels = [one.label for one in standings]
-    return _listed(labels) if len(labels) <= 4 else some(labels, 4)
+    return listed(labels, last) if len(labels) <= 4 else some(labels, 4)
 
 
-def _listed(words: Sequence[str], last: str = "and") -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
-
-
-def _where(standings: Sequence[Standing]) -> str:
-    """`in the training rollouts of steps 18 to 19`, `... up to 80,000 to 90,000 tokens by pair`, or `on fresh prompts ...`."""
+def _where(standings: Sequence[Standing], window: float) -> str:
+    """`on fresh prompts after step 19`, or `in the training rollouts` and what part of them it is the mean of."""
     commons = [one.common for one in standings if one.common is not None and one.word not in ("baseline", "not paired")]
     if not commons:
         return "in the training rollouts"
@@ -216,11 +219,17 @@ def _where(standings: Sequence[Standing]) -> str:
         end, by_pair = f"{end} to {ends[-1]:,.0f}", " by pair"
     if commons[0].axis == "end":
         return f"on fresh prompts after step {end}{by_pair}"
+    share = f"{100 * window:.3g} %"
     if commons[0].axis == "tokens":
-        return f"in the training rollouts up to {end} tokens{by_pair}"
-    if len(starts) == len(ends) == 1 and starts[0] < ends[0]:
-        return f"in the training rollouts of steps {starts[0]:,.0f} to {end}"
-    return f"in the training rollouts {'up to' if by_pair else 'of'} step {end}{by_pair}"
+        if window == 0:
+            return f"in the training rollouts at {end} tokens{by_pair}"
+        part = f"all of the {end} tokens" if window == 1 else f"the last {share} of the tokens up to {end}"
+        return f"in the training rollouts, mean over {part}{by_pair}"
+    if starts == ends:
+        return f"in the training rollouts of step {end}{by_pair}"
+    part = "all steps" if window == 1 else f"the last {share} of the steps"
+    steps = f"up to {end}{by_pair}" if len(starts) > 1 or by_pair else f"{starts[0]:,.0f} to {end}"
+    return f"in the training rollouts, mean of {part}, {steps}"
 
 
 def _evidence(found: Interval, p_holm: float | None, flip: SignFlip | None) -> str:

@@ -27,11 +27,14 @@ from aggcli.config import MODES, flag
 from aggcli.errors import SettingError
 
 DEFAULT_SEEDS = 3
+_WITH_DIRECTORIES = ("baseline", "format", "precision", "sort_by", "only_changed", "reach", "window", "fit", "axis")
+"""Options of the comparison of results directories."""
 
 
 @with_settings(without=["loss_aggregation", "calculate_per_token_loss"])
 def compare(
     given: dict[str, Any],
+    context: typer.Context,
     directories: Annotated[
         list[Path] | None, typer.Argument(metavar="[DIR...]", help="Results directories of earlier training runs to compare.")
     ] = None,
@@ -60,9 +63,10 @@ def compare(
     prompt_mean is left out, with the reason, where rollouts have no group_index, unless --modes asks for it.
     """
     if directories:
-        if given or config is not None:
-            names = ", ".join(flag(name) for name in given) or "--config"
-            raise SettingError(f"{names}: nothing is run when results directories are compared; leave it out")
+        names = [*map(flag, given), *_asked_for(context, "config", "output", "overwrite", "samples", "dry_run", "resume")]
+        if names:
+            it = "it" if len(names) == 1 else "them"
+            raise SettingError(f"{', '.join(names)}: nothing is run when results directories are compared; leave {it} out")
         return compare_results(
             directories,
             baseline=baseline,
@@ -75,10 +79,13 @@ def compare(
             fit=fit,
             axis=axis,
         )
+    if names := _asked_for(context, *_WITH_DIRECTORIES):
+        holds = "only holds" if len(names) == 1 else "only hold"
+        raise SettingError(f"{', '.join(names)}: {holds} with results directories to compare; name them, or leave it out")
     settings = resolve(with_recorded(given, output) if resume else given, config)
     modes = settings.modes or MODES
     trains = settings.training.train or not settings.source.rollouts
-    say_ignored(given, trains=trains, replays=bool(settings.source.rollouts))
+    say_ignored(given, trains=trains, rollouts=settings.source.rollouts)
     if trains:
         if dry_run:
             return print_dry_run(settings)
@@ -89,3 +96,9 @@ def compare(
     request = Request("compare", settings, modes, settings.modes is None, output, overwrite, json, samples)
     refuse_resume(resume)
     return print_dry_run(settings) if dry_run else replay_command(request)
+
+
+def _asked_for(context: typer.Context, *names: str) -> list[str]:
+    """The flags of those of these options that the user gave, whatever the value."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [flag(name) for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
@@ -25,20 +26,35 @@ def set_invocation(arguments: Iterable[str]) -> None:
 
 
 def out() -> Console:
-    """The console for data. Markup is off: `[nats]` in a text is text."""
+    """The console for data. Markup is off: `[nats]` in a text is text. A reader that has gone raises `BrokenPipeError`."""
     from rich.console import Console
 
-    return Console(markup=False, highlight=False, emoji=False)
+    class Data(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Data(markup=False, highlight=False, emoji=False)
 
 
 def say(text: str) -> None:
-    """A note on stderr."""
-    print(f"note: {one_line(text)}", file=sys.stderr)
+    """A note on stderr; where nobody reads it, nothing."""
+    _to_stderr(f"note: {one_line(text)}")
 
 
 def say_error(text: str) -> None:
     """An error on stderr, in one line."""
-    print(f"aggcli: {one_line(text)}", file=sys.stderr)
+    _to_stderr(f"aggcli: {one_line(text)}")
+
+
+def _to_stderr(line: str) -> None:
+    if sys.stderr is not None:  # closed by the caller
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
+
+
+def is_terminal() -> bool:
+    """Whether progress can be shown live, on stderr."""
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def one_line(text: str) -> str:
@@ -47,7 +63,7 @@ def one_line(text: str) -> str:
 
 def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
     """`items`, with a bar on stderr when it is a terminal and there is more than one."""
-    if total < 2 or not sys.stderr.isatty():
+    if total < 2 or not is_terminal():
         yield from items
         return
     from rich.console import Console

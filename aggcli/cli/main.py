@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -65,8 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(ExitCode.USER_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
-    except BrokenPipeError:
-        sys.stderr.close()
+    except (BrokenPipeError, SystemExit):  # whoever read the data has seen enough; typer makes an exit of it
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.DONE)
     except OSError as error:
         say_error(f"{error.filename or 'output'}: {error.strerror or error}")

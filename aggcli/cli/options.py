@@ -8,7 +8,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -120,24 +120,12 @@ def with_recorded(given: Mapping[str, Any], output: Path | None) -> dict[str, An
     return {**recorded, **given}
 
 
-def say_ignored(given: Mapping[str, object], *, trains: bool, replays: bool) -> None:
+def say_ignored(given: Mapping[str, object], *, trains: bool, rollouts: Sequence[str]) -> None:
     """A note for every setting that was given and that this invocation has no use for."""
-    synthetic = _names(config.SyntheticConfig)
-    useless: dict[str, str] = {}
-    if not trains:
-        useless |= dict.fromkeys(_names(config.TrainingConfig), "only training uses it")
-    if replays and given.get("rollouts") != ("synthetic",):
-        useless |= dict.fromkeys(synthetic, "only --rollouts synthetic uses it")
-    if not replays:
-        unread = [name for name in config.SOURCE_SETTINGS if name != "rollouts"]
-        useless |= dict.fromkeys((*unread, *synthetic), "only --rollouts uses it")
+    useless = config.unread_settings(trains=trains, rollouts=rollouts)
     for name in given:
         if name in useless:
             say(f"{flag(name)} has no effect here: {useless[name]}")
-
-
-def _names(cls: type) -> list[str]:
-    return [item.name for item in dataclasses.fields(cls)]
 
 
 def comma_list(values: Iterable[str]) -> tuple[str, ...]:

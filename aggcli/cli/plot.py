@@ -12,9 +12,8 @@ import typer
 from aggcli.cli.console import say
 from aggcli.cli.options import comma_list
 from aggcli.errors import RecordError, SettingError, nearest
+from aggcli.ownership import FIGURE_FORMATS, FIGURES, REPORT, figure_file
 from aggcli.records import SCHEMA, to_json
-
-FORMATS = ("png", "svg", "pdf")
 
 
 def plot(
@@ -59,12 +58,12 @@ def plot(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecordError(f"--output {folder}: cannot be made ({error.strerror})") from error
-    written = [{"name": name, "path": str(folder / f"{name}.{ending}")} for name in figures for ending in endings]
+    written = [{"name": name, "path": str(folder / figure_file(name, ending))} for name in figures for ending in endings]
     for one in written:
         style.save(figures[one["name"]], Path(one["path"]))
         if not json_:
             typer.echo(one["path"])
-    report = folder / "report.html"
+    report = folder / REPORT
     if findings is not None:
         _write(report, page(directories, frames, findings, figures, notes))
         if not json_:
@@ -84,8 +83,8 @@ def _checked_formats(given: Sequence[str]) -> tuple[str, ...]:
     """The formats, without repetitions. Raises `SettingError` for one that cannot be written."""
     endings = tuple(dict.fromkeys(item.lower().removeprefix(".") for item in comma_list(given)))
     for ending in endings:
-        if ending not in FORMATS:
-            raise SettingError(f"--format {ending}: cannot be written{nearest(ending, FORMATS)}")
+        if ending not in FIGURE_FORMATS:
+            raise SettingError(f"--format {ending}: cannot be written{nearest(ending, FIGURE_FORMATS)}")
     if not endings:
         raise SettingError("--format: names no format; known: pdf, png, svg")
     return endings
@@ -98,3 +97,6 @@ def _need_folder(folder: Path, flag: str) -> None:
             if not path.is_dir():
                 raise RecordError(f"{flag}{path}: is a file; the figures need a folder")
             return
+
+
+plot.__doc__ = f"{plot.__doc__}\n\nFigures, each where the records hold what it shows: {', '.join(FIGURES)}."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aggcli import records
+from aggcli import ownership, records
 from aggcli.cli.console import invocation
 from aggcli.config import to_flat, to_toml
 from aggcli.errors import RecordError
@@ -44,7 +44,7 @@ def directory_of(request: TrainingRequest, world: World) -> Path:
 def _chosen_directory(request: TrainingRequest) -> Path:
     if not request.resume:
         name = f"{request.command}-{request.modes[0]}" if request.command == "run" else request.command
-        return records.fresh_directory(request.output, name, overwrite=request.overwrite)
+        return ownership.fresh_directory(request.output, name, overwrite=request.overwrite)
     if request.output is None:
         raise RecordError("--resume needs --output DIR, the results directory to go on with")
     if _is_blank(request.output):
@@ -68,8 +68,8 @@ def _is_blank(directory: Path) -> bool:
 
 
 def processes_before(directory: Path) -> int | None:
-    """On how many processes the runs in a results directory were trained; None where nothing says so."""
-    return None if _is_blank(directory) else records.read_manifest(directory).get("processes")
+    """On how many processes the runs in a results directory were trained; None where none was."""
+    return None if _is_blank(directory) else records.read_manifest(directory).get("processes", 1)
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,29 @@ class Stack:
     resume_at: int | None
 
     @contextmanager
-    def recorded(self, world: World) -> Iterator[None]:
-        """The manifest of a comparison, from its start to how it ended; nothing for a single run, which has its own."""
-        if not world.is_root or self.request.command != "compare":
-            yield
+    def recorded(self, world: World) -> Iterator[dict[str, Any]]:
+        """The manifest of a comparison, from its start to how it ended; what is put into it meanwhile is written at the end.
+
+        A single run has a manifest of its own, which is added to.
+        """
+        if not world.is_root:
+            yield {}
+            return
+        found: dict[str, Any] = {}
+        if self.request.command != "compare":
+            yield found
+            records.update_manifest(self.directory, **found)
             return
         names = [run.name for run in self.runs]
         manifest = {"schema": records.SCHEMA, "kind": "comparison", "runs": names, **self._shared(world)}
         records.write_manifest(self.directory, {**manifest, "status": "running"})
         with ExitStack() as stack:
             stack.push(
-                lambda kind, error, trace: records.write_manifest(self.directory, {**manifest, "status": records.ended(error)})
+                lambda kind, error, trace: records.write_manifest(
+                    self.directory, {**manifest, **found, "status": records.ended(error)}
+                )
             )
-            yield
+            yield found
 
     @contextmanager
     def writers(self, runs: Sequence[RunSpec], world: World) -> Iterator[dict[str, RunWriter]]:

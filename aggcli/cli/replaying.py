@@ -180,7 +180,7 @@ class Recorder:
     """The results directory of a replay, made when the first step has been computed, so that a refused run leaves nothing."""
 
     def __init__(self, request: Request, replay: Replay, head: dict[str, Any]) -> None:
-        from aggcli.records import check_output
+        from aggcli.ownership import check_output
 
         check_output(request.output, overwrite=request.overwrite)
         self.request, self.replay, self.head = request, replay, head
@@ -198,12 +198,12 @@ class Recorder:
 
     def _opened(self, rule: str) -> RunWriter:
         """The writer of a rule: of the directory itself for `run`, of one inside it for `compare`."""
-        from aggcli import records
+        from aggcli import ownership, records
         from aggcli.sinks import Sinks
 
         if self.directory is None or self.sinks is None:
             name = f"{self.request.command}-{rule}" if self.request.command == "run" else self.request.command
-            self.directory = records.fresh_directory(self.request.output, name, overwrite=self.request.overwrite)
+            self.directory = ownership.fresh_directory(self.request.output, name, overwrite=self.request.overwrite)
             self.sinks = Sinks(self.request.config.log_to, self.directory)
         compares = self.request.command == "compare"
         place = self.directory / rule if compares else self.directory

@@ -49,13 +49,13 @@ def compare_results(
     for up to `MOST_FITS` runs. Raises `SettingError` and `RecordError`.
     """
     _check(format, precision, reach, window, axis)
-    from aggcli.analysis.histories import read_histories, shared_seconds
+    from aggcli.analysis.histories import read_histories, shared_seconds, without_steps
     from aggcli.analysis.settings import differences, warnings
     from aggcli.analysis.study import study
     from aggcli.report.comparison_rows import curve_rows, rows_of
 
     read, notes = read_histories(directories)
-    found = study(read, baseline, window=window, reach=reach)
+    found = study(read, baseline, silent=without_steps(directories, read), window=window, reach=reach)
     differing = differences(found.runs)
     notes = [*warnings(differing), *notes, *found.notes]
     rows = rows_of(found.comparison, precision, sort_by, only_changed=only_changed)
@@ -120,7 +120,9 @@ def _print(
     if format == "json":
         print(to_json({"schema": SCHEMA, **_json(rows, found, differing, notes)}))
         return
-    below = tables.recorded_caption(rows) if found.recorded else tables.caption(rows)
+    below = tables.recorded_caption(rows)
+    if not found.recorded:
+        below = tables.caption(rows, precision, verdict_pairs=found.verdict.pairs, iqm=format == "table")
     if format == "csv":
         print(tables.csv_text(rows), end="")
         notes = [*verdicts.verdict_lines(found.verdict), *notes]
@@ -150,6 +152,7 @@ def _json(rows: Sequence[Row], found: Study, differing: Sequence[SettingDifferen
         "verdict": verdict_json(found.verdict),
         "figures": json_rows(rows),
         "reach": found.comparison.reach,
+        "diverged": [{"mode": one.label, "seed": one.seed, "step": one.step, "text": one.text} for one in found.diverged],
         "differing_settings": [{**asdict(one), "values": dict(one.values)} for one in differing],
         "notes": list(notes),
     }

@@ -43,7 +43,7 @@ def run(
     if mode == "constant" and settings.objective.loss_aggregation_divisor is None:
         need_divisor(settings, request)
     trains = settings.training.train or not settings.source.rollouts
-    say_ignored(given, trains=trains, replays=bool(settings.source.rollouts))
+    say_ignored(given, trains=trains, rollouts=settings.source.rollouts)
     if trains:
         if dry_run:
             return print_dry_run(settings)

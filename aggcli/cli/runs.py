@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aggcli.analysis.directories import changed_settings, checked_manifest, contents_of, read_results, results_under
+from aggcli.analysis.directories import changed_settings, contents_of, read_results, results_under
 from aggcli.cli.console import out, say
 from aggcli.cli.options import GroupedCommand, JsonOption
 from aggcli.errors import RecordError, SettingError, nearest, some
 from aggcli.measurement.words import in_bytes, plural
+from aggcli.ownership import need_own
 from aggcli.records import MANIFEST, SCHEMA, read_manifest, to_json
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def _removable(path: Path, given: Path) -> list[Path]:
     whole = _comparison_around(path.parent.resolve() / path.name)
     if whole is not None:
         raise RecordError(f"{given}: belongs to the comparison {whole} and cannot be removed on its own; remove the whole")
-    checked_manifest(path)
+    need_own(path)
     own, foreign = contents_of(path)
     if foreign:
         raise RecordError(f"{given}: also holds {some(foreign, 3)}, which aggcli did not write; move it away first")
@@ -151,7 +152,7 @@ def _comparison_around(directory: Path) -> Path | None:
     for parent in directory.parents:
         if (parent / MANIFEST).is_file():
             try:
-                parts = [parent / name for name in checked_manifest(parent).get("runs", [])]
+                parts = [parent / name for name in read_manifest(parent).get("runs", [])]
             except RecordError:
                 continue
             if any(directory == part or directory in part.parents for part in parts):

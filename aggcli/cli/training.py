@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from aggcli.cli import recording
 from aggcli.cli.console import invocation, say
 from aggcli.cli.replaying import counted_in, fitted_to_launcher
-from aggcli.cli.training_output import finish, say_before
+from aggcli.cli.training_output import finish, say_before, summary_of
 from aggcli.config import RunConfig
-from aggcli.errors import AggcliError, ExitCode, RecordError, SettingError
+from aggcli.errors import AggcliError, ExitCode, RecordError, RolloutError, SettingError
 
 if TYPE_CHECKING:
-    from aggcli.grid import Evaluation, Setup
+    from aggcli.cli.live import Shown
+    from aggcli.grid import Setup
     from aggcli.records import RunWriter
     from aggcli.team import Team
     from aggcli.training.loop import Diverged, TrainedStep, Trainer
@@ -117,7 +118,7 @@ class Outcome:
     deviation: float = 0.0
     diverged: list[str] = dataclasses.field(default_factory=list)
     silent_steps: int = 0
-    final: dict[str, Evaluation] = dataclasses.field(default_factory=dict)
+    final: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
 
 
 def _train(request: TrainingRequest, world: World) -> int:
@@ -127,7 +128,7 @@ def _train(request: TrainingRequest, world: World) -> int:
     from aggcli.training.checkpoint import load
 
     setup = grid.set_up(request.config)
-    request = dataclasses.replace(request, config=setup.config)
+    request = dataclasses.replace(request, config=setup.config, modes=_with_groups(request, setup, world))
     runs = grid.runs_of(request.config, request.modes, request.seeds, setup.response_limit)
     if request.command == "run":
         runs = [dataclasses.replace(run, name=".") for run in runs]
@@ -149,11 +150,41 @@ def _train(request: TrainingRequest, world: World) -> int:
         if request.config.training.match == "grad-norm":
             runs = grid.matched_rates(setup, runs, world)
         if world.is_root:
+            _say_processes(request.config.training.processes, processes, len(runs))
             say_before(request, setup, runs, directory, resumed_at=done if request.resume else None)
         stack = recording.Stack(request, setup, runs, directory, processes, done if request.resume else None)
-        with stack.recorded(world):
+        with stack.recorded(world) as manifest:
             outcomes = together(processes, share)
-    return finish(request, setup, runs, outcomes, directory) if world.is_root else ExitCode.DONE
+            summary = summary_of(setup, runs, outcomes, directory) if world.is_root else {}
+            manifest["final"] = summary
+    return finish(request, setup, runs, summary, outcomes, directory) if world.is_root else ExitCode.DONE
+
+
+def _say_processes(asked: int | None, processes: int, runs: int) -> None:
+    if asked is not None and processes < min(asked, runs):
+        say(
+            f"--processes {asked}: the runs stay in one process, since ranks, a GPU or a wide policy use the machine themselves"
+        )
+    if processes > 2 * (os.cpu_count() or 1):
+        say(f"{processes} processes on {os.cpu_count()} cores: more than one a core only costs time and memory")
+
+
+def _with_groups(request: TrainingRequest, setup: Setup, world: World) -> tuple[str, ...]:
+    """The modes that recorded rollouts can be trained under: prompt_mean needs their groups. Raises `RolloutError` where it
+    was asked for by name."""
+    from aggcli import grid
+
+    if setup.recorded is None or "prompt_mean" not in request.modes:
+        return request.modes
+    try:
+        grid.need_groups(setup.recorded, request.config.layout.global_batch_size)
+    except RolloutError as error:
+        if request.command != "compare" or request.config.modes is not None:
+            raise
+        if world.is_root:
+            say(f"prompt_mean is left out: {error}")
+        return tuple(mode for mode in request.modes if mode != "prompt_mean")
+    return request.modes
 
 
 def _share(
@@ -169,20 +200,24 @@ def _share(
 
     with stack.writers(runs, place.world) as writers:
         outcome = _loop(trainer, writers, stack, request, place)
-    if setup.task is not None and trainer.runs:
-        final = grid.evaluate(setup, trainer.weights.parameters, [run.seed for run in trainer.runs])
-        outcome.final = {run.name: evaluation for run, evaluation in zip(trainer.runs, final, strict=True)}
+        if setup.task is not None and trainer.runs:
+            final = grid.evaluate(setup, trainer.weights.parameters, [run.seed for run in trainer.runs])
+            outcome.final = {run.name: dataclasses.asdict(found) for run, found in zip(trainer.runs, final, strict=True)}
+        for name in outcome.final.keys() & writers.keys():
+            writers[name].manifest["evaluation"] = outcome.final[name]
     return outcome
 
 
 @dataclass(frozen=True)
 class _News:
-    """What a process tells the others after each step: whether its user wants to stop, and how far its runs are."""
+    """What a process tells the others after each step: whether it was asked to stop, how far its runs are, and what of them is
+    shown: response tokens a second, and their numbers."""
 
     stop: bool
     step: int
     finished: bool
-    tokens: int
+    rate: float
+    shown: Shown
     diverged: list[str]
 
 
@@ -190,7 +225,7 @@ def _loop(
     trainer: Trainer, writers: dict[str, RunWriter], stack: recording.Stack, request: TrainingRequest, place: Place
 ) -> Outcome:
     """Train this process's runs to the end, in step with the other processes. Raises `KeyboardInterrupt` when told to stop."""
-    from aggcli.cli.live import progress_of
+    from aggcli.cli.live import progress_of, shown_of
 
     outcome = Outcome()
     old = _diverged(trainer.gone, writers) if place.world.is_root else []
@@ -200,18 +235,17 @@ def _loop(
         while True:
             done = next(steps, None)
             new = _record(trainer, done, writers, outcome) if done is not None and place.world.is_root else []
-            news = place.team.everyone(
-                _News(any(place.world.everyone(bool(stop))), trainer.step, done is None, done.tokens if done else 0, old + new)
-            )
+            stopping = any(place.world.everyone(bool(stop)))
+            rate, shown = (0.0, []) if done is None else (done.tokens / done.seconds, shown_of(done))
+            news = place.team.everyone(_News(stopping, trainer.step, done is None, rate, shown, old + new))
             old = []
             if place.speaks:
                 for text in [text for one in news for text in one.diverged]:
                     say(text)
-                if done is not None:
-                    show(dataclasses.replace(done, tokens=sum(one.tokens for one in news)))
             if all(one.finished for one in news):
                 return outcome
             step, stopping = max(one.step for one in news), any(one.stop for one in news)
+            show(step, [run for one in news for run in one.shown], sum(one.rate for one in news))
             if stopping or step % every == 0 or step == request.config.training.steps:
                 _save(trainer, stack, place)
             if stopping:
@@ -253,7 +287,7 @@ def _save(trainer: Trainer, stack: recording.Stack, place: Place) -> None:
 
 @contextmanager
 def _stop_requested(place: Place) -> Iterator[list[int]]:
-    """A list that fills when the user presses Ctrl-C: the step in hand is finished first; a second Ctrl-C stops at once."""
+    """A list that fills on Ctrl-C or SIGTERM: the step in hand is finished first; a second one stops at once."""
     asked: list[int] = []
 
     def note(number: int, frame: Any) -> None:
@@ -263,11 +297,13 @@ def _stop_requested(place: Place) -> Iterator[list[int]]:
         if place.speaks:
             say("interrupted: finishing the step in hand; press again to stop at once")
 
-    before = signal.signal(signal.SIGINT, note)
+    numbers = [signal.SIGINT] if place.world.size > 1 else [signal.SIGINT, signal.SIGTERM]  # a launcher ends ranks by SIGTERM
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _diverged(ended: Sequence[Diverged], writers: dict[str, RunWriter]) -> list[str]:
@@ -275,6 +311,6 @@ def _diverged(ended: Sequence[Diverged], writers: dict[str, RunWriter]) -> list[
     texts = []
     for gone in ended:
         text = f"run {gone.run.mode}, seed {gone.run.seed} diverged in step {gone.step}: {gone.what}; its records are kept"
-        writers[gone.run.name].manifest["diverged"] = text
+        writers[gone.run.name].manifest |= {"diverged": text, "diverged_step": gone.step}
         texts.append(text)
     return texts

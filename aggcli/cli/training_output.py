@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aggcli.analysis.tolerance import TOLERANCE
 from aggcli.cli.console import out, say
-from aggcli.errors import CheckFailed, ExitCode, RecordError
+from aggcli.errors import CheckFailed, ExitCode, RecordError, some
 from aggcli.measurement.words import plural
 
 if TYPE_CHECKING:
@@ -31,6 +30,8 @@ def say_before(
     if "constant" in request.modes:
         divisor = next(run.objective.loss_aggregation_divisor for run in runs if run.mode == "constant")
         say(f"constant divides by {divisor:g} tokens")
+    for reason, rules in _varying(request.modes).items():
+        say(f"{some(rules, 4)} {'varies' if len(rules) == 1 else 'vary'} with the layout: {reason}")
     if training.match == "grad-norm":
         rates = ", ".join(f"{run.mode}/{run.seed} {run.lr:.4g}" for run in runs)
         say(f"learning rates, matched by the size of the first update: {rates}")
@@ -50,22 +51,40 @@ def say_before(
         say("every response has the same length, so the modes cannot differ on this task")
 
 
+def _varying(rules: Sequence[str]) -> dict[str, list[str]]:
+    """Why some of these rules depend on the layout -> the rules of which that is the reason."""
+    from aggcli.objective.step import depends_on_layout, why_it_depends
+
+    found: dict[str, list[str]] = {}
+    for rule in filter(depends_on_layout, rules):
+        found.setdefault(why_it_depends(rule), []).append(rule)
+    return found
+
+
+def summary_of(setup: Setup, runs: Sequence[RunSpec], outcomes: Sequence[Outcome], directory: Path) -> dict[str, Any]:
+    """Final figures on fresh prompts; on recorded rollouts, which have no fresh prompts, the numbers of the last step."""
+    from aggcli import records
+    from aggcli.analysis.comparison import final_summary, last_step_summary
+
+    names = [(run.name, run.mode, run.seed) for run in runs]
+    if setup.task is not None:
+        return final_summary(names, {name: found for outcome in outcomes for name, found in outcome.final.items()})
+    lines = {run.name: list(records.read_lines(directory / run.name / records.METRICS)) for run in runs}
+    return last_step_summary(names, {name: found[-1] for name, found in lines.items() if found})
+
+
 def finish(
     request: TrainingRequest,
     setup: Setup,
     runs: Sequence[RunSpec],
+    summary: Mapping[str, Any],
     outcomes: Sequence[Outcome],
     directory: Path,
 ) -> int:
-    """Record, print and draw the final figures. Raises `CheckFailed` where a layout changed a number or a run diverged."""
-    from aggcli.records import to_json, update_manifest
+    """Print and draw the final figures. Raises `CheckFailed` where a layout changed a number or a run diverged."""
+    from aggcli.records import to_json
     from aggcli.report.training_tables import last_step_table, training_table
 
-    final = {name: dataclasses.asdict(found) for outcome in outcomes for name, found in outcome.final.items()}
-    for name, evaluation in final.items():
-        update_manifest(directory / name, evaluation=evaluation)
-    summary = _summary(setup, runs, final, directory)
-    update_manifest(directory, final=summary)
     if request.json:
         print(to_json({"schema": 1, "results": str(directory), **summary, **_steps_json(request, directory)}))
     else:
@@ -86,18 +105,6 @@ def finish(
     if diverged:
         raise CheckFailed(f"{len(diverged)} of {len(runs)} runs diverged: {diverged[0]}")
     return ExitCode.DONE
-
-
-def _summary(setup: Setup, runs: Sequence[RunSpec], final: Mapping[str, Mapping[str, Any]], directory: Path) -> dict[str, Any]:
-    """Final figures on fresh prompts; on recorded rollouts, which have no fresh prompts, the numbers of the last step."""
-    from aggcli import records
-    from aggcli.analysis.comparison import final_summary, last_step_summary
-
-    names = [(run.name, run.mode, run.seed) for run in runs]
-    if setup.task is not None:
-        return final_summary(names, final)
-    lines = {run.name: list(records.read_lines(directory / run.name / records.METRICS)) for run in runs}
-    return last_step_summary(names, {name: found[-1] for name, found in lines.items() if found})
 
 
 def _steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
@@ -122,13 +129,17 @@ def _draw(directory: Path) -> None:
     """The learning curves of a comparison, beside its records."""
     os.environ["MPLBACKEND"] = "agg"
     from aggcli.analysis.frames import read_frames
+    from aggcli.analysis.histories import read_histories
+    from aggcli.analysis.study import compared_runs
     from aggcli.report.curves import learning_curves
     from aggcli.report.style import save
 
     folder = directory / "figures"
     folder.mkdir(exist_ok=True)
     try:
-        save(learning_curves(read_frames([directory], only_metrics=True)), folder / "learning_curves.png")
+        frames = read_frames([directory], only_metrics=True)
+        runs, _, _ = compared_runs(read_histories([run.directory for run in frames.runs])[0])
+        save(learning_curves(frames, runs), folder / "learning_curves.png")
     except RecordError as error:
         say(str(error))
     else:

@@ -7,7 +7,7 @@ whole from flat values; `to_flat` and `to_toml` give them back.
 from __future__ import annotations
 
 from aggcli.config.checks import check_divisor, flag, reward_weights
-from aggcli.config.flat import FIELDS, RECIPES, SOURCE_SETTINGS, settings_from, to_flat
+from aggcli.config.flat import FIELDS, RECIPES, SOURCE_SETTINGS, settings_from, to_flat, unread_settings
 from aggcli.config.sections import (
     DEFAULT_LAYOUTS,
     MODES,
@@ -43,4 +43,5 @@ __all__ = [
     "settings_from",
     "to_flat",
     "to_toml",
+    "unread_settings",
 ]

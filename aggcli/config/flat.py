@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from aggcli.config.checks import check, flag
-from aggcli.config.sections import RunConfig, SourceConfig, SyntheticConfig
+from aggcli.config.sections import RunConfig, SourceConfig, SyntheticConfig, TrainingConfig
 from aggcli.errors import SettingError, nearest
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -38,8 +38,22 @@ def _flat_fields(cls: type) -> dict[str, Any]:
 
 FIELDS = _flat_fields(RunConfig)
 """Every setting by its flat name, with its type."""
-SOURCE_SETTINGS = tuple(name for name in _flat_fields(SourceConfig) if name not in _flat_fields(SyntheticConfig))
+_TRAINING_SETTINGS, _SYNTHETIC_SETTINGS = tuple(_flat_fields(TrainingConfig)), tuple(_flat_fields(SyntheticConfig))
+SOURCE_SETTINGS = tuple(name for name in _flat_fields(SourceConfig) if name not in _SYNTHETIC_SETTINGS)
 """The settings of recorded rollouts: for commands that read them and do nothing else."""
+
+
+def unread_settings(*, trains: bool, rollouts: Sequence[str] = ()) -> dict[str, str]:
+    """Settings that a run has no use for, each with the reason. `rollouts`: the recorded ones that it reads, if any."""
+    useless: dict[str, str] = {}
+    if not trains:
+        useless |= dict.fromkeys(_TRAINING_SETTINGS, "only training uses it")
+    if rollouts and tuple(rollouts) != ("synthetic",):
+        useless |= dict.fromkeys(_SYNTHETIC_SETTINGS, "only --rollouts synthetic uses it")
+    if not rollouts:
+        unread = [name for name in SOURCE_SETTINGS if name != "rollouts"]
+        useless |= dict.fromkeys((*unread, *_SYNTHETIC_SETTINGS), "only --rollouts uses it")
+    return useless
 
 
 def settings_from(given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> RunConfig:

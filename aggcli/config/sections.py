@@ -199,7 +199,8 @@ class TrainingConfig:
     device: str = "auto"
     """cpu, cuda, cuda:1 or auto (cuda where there is one)."""
     processes: int | None = None
-    """Processes that share the runs of a small policy on CPU; default one a core, at most one a run; a run stays in one."""
+    """Processes that share the runs of a small policy on CPU; default one for each thread of torch's (OMP_NUM_THREADS, else the
+    cores), at most one a run; a run stays in one."""
     checkpoint_every: int = 20
     """Rollout steps between checkpoints."""
     layout_records: bool = True

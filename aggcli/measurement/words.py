@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def plural(number: int, one: str, several: str | None = None) -> str:
     """`1 run`, `2 runs`; with a verb that follows the number, `plural(n, "rank holds", "ranks hold")`: `1 rank holds`."""
     return f"{number} {one}" if number == 1 else f"{number} {several if several is not None else one + 's'}"
+
+
+def listed(words: Sequence[str], last: str = "and") -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
 def in_bytes(count: int) -> str:

@@ -13,6 +13,7 @@ from aggcli.errors import RolloutError
 from aggcli.layout.schedule import Schedule
 from aggcli.objective.advantages import group_advantages
 from aggcli.objective.aggregation import step_denominators, token_weights
+from aggcli.objective.presets.facts import why_it_varies
 from aggcli.objective.presets.registry import find_rule
 from aggcli.objective.presets.weights import preset_weights
 from aggcli.objective.reducer import Reducer, reducer_weights
@@ -114,6 +115,11 @@ def in_one_piece(step: RolloutBatch) -> Schedule:
 def depends_on_layout(rule: str) -> bool:
     """Whether a layout can change the weights of the rule; never those of a mode or a custom reducer called on the step."""
     return rule not in (*MODES, CUSTOM) and find_rule(rule).preset.depends_on_layout
+
+
+def why_it_depends(rule: str) -> str:
+    """In words: why the loss of a rule that depends on the layout does."""
+    return why_it_varies(find_rule(rule).preset) or "it is exact for equal micro-batches and ranks only"
 
 
 def in_layout(inputs: StepInputs, objective: ObjectiveConfig, schedule: Schedule) -> StepInputs:

@@ -87,8 +87,8 @@ def learning_rate_share(step: int, steps: int) -> float:
 def check_fits(config: PolicyConfig, longest: int, task: str) -> None:
     if longest > config.max_length:
         raise SettingError(
-            f"task {task}: its demonstrations have up to {longest} tokens, the policy holds {config.max_length}; raise"
-            " its max_length"
+            f"task {task}: its demonstrations have up to {longest} tokens with the prompt, the policy holds"
+            f" {config.max_length}; raise --max-response-length"
         )
 
 

@@ -16,9 +16,12 @@ from aggcli.analysis.sigmoid import sigmoid
 from aggcli.analysis.statistics import Interval
 from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, folded, lone
+from aggcli.report.base import NothingToDraw, first_reason, lone, modes_in_words
 from aggcli.report.style import Look
 
+_ONE_COLUMN = 8
+"""Beyond this many modes, the legend has several columns and lines have markers."""
+_MOST_REASONS = 3
 _FAINT = 1500
 """Beyond this many points, dots would be a carpet and are drawn smaller."""
 
@@ -33,7 +36,7 @@ def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()
     if not drawn:
         raise NothingToDraw("accuracy and tokens are not recorded together")
     arms = with_labels(drawn)
-    looks = style.looks([own[0] for own in arms.values()])
+    looks = style.looks([own[0] for own in arms.values()], dashed=True)
     curves = mode_curves(fitted) if fitted else {}
     with style.context():
         figure = style.new_figure(8.5, 4.6)
@@ -50,26 +53,52 @@ def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()
                     alpha=0.28,
                     linewidths=0,
                     zorder=2,
+                    clip_on=False,
                     rasterized=points > 5000,
                 )
             width = 2 + 1.2 * (len(looks) - 1 - at) / max(1, len(looks) - 1)
-            _draw_arm(axes, look, own, [one for one in fitted if one.run.label == look.label], curves.get(look.label), width)
-        _frame(axes)
-        style.legend_below(figure, axes, columns=1, note=folded(_reading(fitted, curves), 120))
-        style.title(figure, f"Accuracy against tokens: {plural(len(arms), 'arm')}, {plural(len(drawn), 'run')}")
+            bent = [one for one in fitted if one.run.label == look.label]
+            _draw_arm(axes, look, own, bent, curves.get(look.label), width, told=bool(curves) or len(looks) <= _ONE_COLUMN)
+        _mark_lines(axes, looks)
+        _frame(axes, max(float(np.nanmax(run.tokens)) for run in drawn))
+        columns = 1 if len(looks) <= _ONE_COLUMN or curves else 3
+        style.legend_below(figure, axes, columns=columns, note=_reading(fitted, curves))
+        modes = modes_in_words([look.mode for look in looks], [look.label for look in looks])
+        style.title(figure, f"Accuracy against tokens: {modes}, {plural(len(drawn), 'run')}")
     return figure
 
 
-def _frame(axes: Axes) -> None:
+def _mark_lines(axes: Axes, looks: Sequence[Look]) -> None:
+    """Markers on the lines where there are too many to tell by colour and dash, each mode's at other places."""
+    if len(looks) <= _ONE_COLUMN:
+        return
+    for at, (line, look) in enumerate(zip(axes.get_lines(), looks, strict=True)):
+        points = len(np.asarray(line.get_xdata()))
+        between = max(points // 6, min(points, 6))
+        line.set(marker=look.marker, markerfacecolor=look.face, markersize=5, markevery=(at % between, between))
+
+
+def _frame(axes: Axes, tokens: float) -> None:
     axes.set_xlabel("response tokens trained on before the step [tokens, masked-out ones included]")
     axes.set_ylabel("accuracy [share of scored rollouts]")
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_locator(MaxNLocator(7))
+    if tokens > 0:
+        axes.set_xlim(left=-0.01 * tokens)
+        axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
+    else:  # nothing was trained on before the only step
+        axes.set_xlim(-1, 1)
+        axes.set_xticks([0])
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 def _draw_arm(
-    axes: Axes, look: Look, own: Sequence[History], fitted: Sequence[FittedRun], curve: ModeCurve | None, width: float
+    axes: Axes,
+    look: Look,
+    own: Sequence[History],
+    fitted: Sequence[FittedRun],
+    curve: ModeCurve | None,
+    width: float,
+    *,
+    told: bool,
 ) -> None:
     bent = [one.curve for one in fitted if isinstance(one.curve, Curve)]
     if bent and curve and curve.asymptote and curve.exponent and curve.midpoint:
@@ -88,7 +117,7 @@ def _draw_arm(
         linewidth=width,
         marker=".",
         markevery=lone(R).tolist(),
-        label=f"{look.shown}: mean of {plural(len(own), 'run')}, no curve fitted",
+        label=f"{look.shown}: mean of {plural(len(own), 'run')}, no curve fitted" if told else look.shown,
         zorder=3,
     )
 
@@ -114,12 +143,14 @@ def _words(found: Interval) -> str:
 
 
 def _reading(fitted: Sequence[FittedRun], curves: dict[str, ModeCurve]) -> str:
-    if not fitted:
-        return "a dot: one step of one run; line: mean over runs (no curve was fitted)"
     bent = max((curve.asymptote.n for curve in curves.values() if curve.asymptote), default=0)
-    interval = ", [95 % interval over seeds]" if bent > 1 else ", one seed: no interval" if bent else ""
-    texts = [f"a dot: one step of one run; line: R_0 + (A - R_0) / (1 + (C_mid/C)^B) at the means over seeds{interval}"]
-    for label, curve in curves.items():
-        if curve.refused:
-            texts.append(f"{label}: no curve for {plural(len(curve.refused), 'run')} ({curve.refused[0]})")
-    return "; ".join(texts[:4])
+    interval = ", [95 % interval over seeds]" if bent > 1 else ", one seed: no interval"
+    curve = f"R_0 + (A - R_0) / (1 + (C_mid/C)^B) at the means over seeds{interval}"
+    line = curve if bent else "mean over runs, no curve is fitted"
+    texts = [f"a dot: one step of one run; line: {line}"]
+    refused = {label: one.refused for label, one in curves.items() if one.refused}
+    for label in list(refused)[:_MOST_REASONS]:
+        texts.append(f"{label}: no curve for {plural(len(refused[label]), 'run')} ({first_reason(refused[label])})")
+    if len(refused) > _MOST_REASONS:
+        texts.append(f"and so for {plural(len(refused) - _MOST_REASONS, 'other mode')}, whose reasons are not shown here")
+    return "; ".join(texts)

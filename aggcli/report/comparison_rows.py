@@ -9,14 +9,19 @@ from dataclasses import dataclass
 from aggcli.analysis.efficiency import EfficiencyPair, ModeCurve
 from aggcli.analysis.outcomes import Comparison, Outcome
 from aggcli.analysis.run_figures import Common
-from aggcli.analysis.statistics import Interval
+from aggcli.analysis.statistics import Interval, standard_deviation
 from aggcli.errors import SettingError, nearest
 from aggcli.measurement.words import plural
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of one mode. Numbers are as they were computed; None where there is nothing, or a single seed."""
+    """One figure of one mode. Numbers are as they were computed; None where there is nothing, or a single seed.
+
+    `mean` is of all of the arm's seeds, `where` its own runs are equal; `difference` is `pair_mean` - `baseline_pair_mean`, of
+    the `pairs` seeds that both arms have, `compared_where` the pair's runs are equal. `std`: of the seeds' numbers, with n-1,
+    also where mean and interval are those of their logarithms.
+    """
 
     figure: str
     head: str
@@ -32,7 +37,11 @@ class Row:
     interquartile_mean: float | None
     baseline: str | None = None
     pairs: int | None = None
+    pair_mean: float | None = None
+    baseline_pair_mean: float | None = None
+    compared_from: float | None = None
     compared_until: float | None = None
+    compared_where: str = ""
     difference: float | None = None
     difference_low: float | None = None
     difference_high: float | None = None
@@ -40,6 +49,7 @@ class Row:
     p_holm: float | None = None
     sign_flip_p: float | None = None
     sign_flip_floor: float | None = None
+    sign_flip_exact: bool | None = None
     sign_flip_p_holm: float | None = None
 
 
@@ -69,12 +79,14 @@ def curve_rows(curves: Mapping[str, ModeCurve], pairs: Sequence[EfficiencyPair],
     for name, head, unit, better in heads:
         for label, curve in curves.items():
             found: Interval | None = getattr(curve, name.removeprefix("curve/"))
+            std = standard_deviation(curve.values.get(name.removeprefix("curve/"), ()))
             if found is not None:
                 seeds = found.n + len(curve.refused)
                 where = f"bent in {found.n} of {plural(seeds, 'seed')}" if curve.refused else ""
-                rows.append(Row(name, head, unit, better, where, label, found.n, found.mean, None, found.low, found.high, None))
+                rows.append(Row(name, head, unit, better, where, label, found.n, found.mean, std, found.low, found.high, None))
     for pair in pairs:
         found, flip = pair.ratio, pair.test.sign_flip
+        mine, theirs = (pair.exponents[label] for label in (pair.label, pair.baseline))
         rows.append(
             Row(
                 "curve/exponent_ratio",
@@ -85,7 +97,7 @@ def curve_rows(curves: Mapping[str, ModeCurve], pairs: Sequence[EfficiencyPair],
                 pair.label,
                 found.n,
                 found.mean,
-                None,
+                standard_deviation([mine[seed] / theirs[seed] for seed in mine]),
                 found.low,
                 found.high,
                 None,
@@ -93,6 +105,7 @@ def curve_rows(curves: Mapping[str, ModeCurve], pairs: Sequence[EfficiencyPair],
                 p_holm=pair.p_holm,
                 sign_flip_p=flip and flip.p,
                 sign_flip_floor=flip and flip.floor,
+                sign_flip_exact=flip and flip.exact,
             )
         )
     return rows
@@ -117,7 +130,7 @@ def _row(comparison: Comparison, name: str, outcome: Outcome) -> Row:
         head,
         figure.unit,
         figure.better,
-        f"step {outcome.common.end:g}" if outcome.common and name == "tokens" else _where(outcome.common),
+        _where(name, outcome.common),
         outcome.label,
         len(outcome.values),
         outcome.mean,
@@ -135,7 +148,11 @@ def _row(comparison: Comparison, name: str, outcome: Outcome) -> Row:
             **vars(base),
             "baseline": outcome.pair.baseline,
             "pairs": test.difference.n,
+            "pair_mean": outcome.pair.mean,
+            "baseline_pair_mean": outcome.pair.baseline_mean,
+            "compared_from": outcome.pair.common and outcome.pair.common.start,
             "compared_until": outcome.pair.common and outcome.pair.common.end,
+            "compared_where": _where(name, outcome.pair.common),
             "difference": test.difference.mean,
             "difference_low": test.difference.low,
             "difference_high": test.difference.high,
@@ -143,16 +160,20 @@ def _row(comparison: Comparison, name: str, outcome: Outcome) -> Row:
             "p_holm": outcome.pair.p_holm,
             "sign_flip_p": flip and flip.p,
             "sign_flip_floor": flip and flip.floor,
+            "sign_flip_exact": flip and flip.exact,
             "sign_flip_p_holm": outcome.pair.sign_flip_holm,
         }
     )
 
 
-def _where(common: Common | None) -> str:
+def _where(figure: str, common: Common | None) -> str:
     if common is None:
         return ""
     if common.axis == "tokens":
-        return f"mean from {common.start:,.0f} to {common.end:,.0f} tokens"
+        between = f"mean from {common.start:,.0f} to {common.end:,.0f} tokens"
+        return between if common.start < common.end else f"at {common.end:,.0f} tokens"
+    if figure == "tokens":
+        return f"step {common.end:g}"
     if common.axis == "end":
         return f"after step {common.end:g}"
     return f"mean of steps {common.start:g} to {common.end:g}" if common.start < common.end else f"step {common.end:g}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from aggcli.analysis.statistics import RESAMPLES
+from aggcli.measurement.words import listed, plural
 from aggcli.report.comparison_rows import Row, number
 
 WIDTH = 80
@@ -27,7 +31,7 @@ def text_table(rows: Sequence[Row], precision: int, below: str) -> Text:
     for own in figures_of(rows).values():
         together = len({row.where for row in own}) == 1
         lines += [("", ""), *((line, "bold") for line in _folded(_headline(own[0], own[0].where if together else ""), WIDTH))]
-        lines += [(line, "") for row in own for line in _cells(row, precision, "" if together else row.where)]
+        lines += [(line, "") for row in own for line in _cells(row, own, precision, "" if together else row.where)]
     lines += [("", ""), *((line, "") for line in _folded(below, WIDTH))]
     text = Text()
     for line, style in lines[1:]:
@@ -68,7 +72,7 @@ def figures_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def csv_text(rows: Sequence[Row]) -> str:
     """Comma-separated values with a header and every number in full; an empty cell where there is none."""
     buffer = io.StringIO()
-    names = [name for name in Row.__dataclass_fields__ if name not in ("head", "where")]
+    names = [name for name in Row.__dataclass_fields__ if name not in ("head", "where", "compared_where")]
     writer = csv.DictWriter(buffer, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(vars(row) for row in rows)
@@ -83,7 +87,7 @@ def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def markdown_table(rows: Sequence[Row], precision: int, below: str) -> str:
     """A Markdown table, and `below` it a caption."""
     lines = ["| " + " | ".join(_HEADS) + " |", "|" + "|".join(["---"] * 2 + ["---:"] * (len(_HEADS) - 2)) + "|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in _flat(row, precision)) + " |" for row in rows]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in _flat(row, rows, precision)) + " |" for row in rows]
     return "\n".join([*lines, "", below])
 
 
@@ -91,7 +95,7 @@ def latex_table(rows: Sequence[Row], precision: int, below: str) -> str:
     """A LaTeX tabular, without packages, and `below` it a caption as a comment."""
     lines = [r"\begin{tabular}{ll" + "r" * (len(_HEADS) - 2) + "}", r"\hline"]
     lines += [" & ".join(map(_latex, _HEADS)) + r" \\", r"\hline"]
-    lines += [" & ".join(_latex(cell) for cell in _flat(row, precision)) + r" \\" for row in rows]
+    lines += [" & ".join(_latex(cell) for cell in _flat(row, rows, precision)) + r" \\" for row in rows]
     return "\n".join([*lines, r"\hline", r"\end{tabular}", f"% {below}"])
 
 
@@ -102,21 +106,23 @@ def recorded_caption(rows: Sequence[Row]) -> str:
     return "Means over the steps [95 % Student-t interval over seeds]; they are of these rollouts, so there is no test."
 
 
-def caption(rows: Sequence[Row]) -> str:
-    """How to read the numbers."""
+def caption(rows: Sequence[Row], precision: int, *, verdict_pairs: int = 0, iqm: bool = False) -> str:
+    """How to read the numbers. `verdict_pairs`: how many pairs the verdict's p-values are corrected over; `iqm`: whether the
+    table has interquartile means.
+    """
+    own_means = [_OWN_MEANS] if any(_has_own_means(row, rows, precision) for row in rows) else []
     if all(row.n == 1 for row in rows):
-        return "One seed: no interval."
-    said = ["Mean [95 % Student-t interval over seeds]; differences are paired by seed."]
-    if any(row.p_holm is not None for row in rows):
-        families = [sum(row.figure == name and row.p_holm is not None for row in rows) for name in {row.figure for row in rows}]
-        pairs = max(families)
+        return " ".join(["One seed: no interval.", *own_means])
+    said = ["Mean [95 % Student-t interval over seeds]; differences are paired by seed.", *own_means]
+    tested = [row for row in rows if row.p_holm is not None]
+    if tested:
+        pairs = max(Counter(row.figure for row in tested).values())
         by = f"corrected by Holm over the {pairs} pairs of a figure" if pairs > 1 else "one pair a figure, nothing to correct"
-        said.append(f"p: paired t-test, {by}.")
-        floors = sorted({row.sign_flip_floor for row in rows if row.sign_flip_floor is not None})
-        said.append(
-            f"Sign-flip: exact permutation p, uncorrected; it cannot fall below {', '.join(f'{f:.2g}' for f in floors)}."
-        )
-    if any(row.interquartile_mean is not None for row in rows):
+        verdict = f" (in the verdict over its {verdict_pairs})" if verdict_pairs > 1 else ""
+        said += [f"p: paired t-test, {by}{verdict}.", _sign_flip(tested)]
+        if any(row.difference is not None and row.difference_low is None for row in tested):
+            said.append("A difference that is the same in all seeds has no interval, and its p is the sign-flip's.")
+    if iqm and any(row.interquartile_mean is not None for row in rows):
         said.append("IQM: mean of the middle half of the seeds.")
     return " ".join(said)
 
@@ -126,15 +132,48 @@ def caption(rows: Sequence[Row]) -> str:
 _HEADS = ("figure", "mode", "n", "mean", "95 % interval", "difference", "95 % interval", "p (Holm)", "sign-flip p (floor)")
 
 
-def _flat(row: Row, precision: int) -> list[str]:
+_OWN_MEANS = (
+    "Where a pair's steps, tokens or seeds are not the whole of its modes', its own two means stand with the difference."
+)
+
+
+def _has_own_means(row: Row, rows: Sequence[Row], precision: int) -> bool:
+    """Whether the means of the pair are, as printed, others than those of its two arms."""
+    if row.pair_mean is None or row.baseline_pair_mean is None:
+        return False
+    base = next((one.mean for one in rows if (one.figure, one.mode) == (row.figure, row.baseline)), math.nan)
+    printed = [(row.pair_mean, row.mean), (row.baseline_pair_mean, base)]
+    return any(number(own, precision) != number(arm, precision) for own, arm in printed)
+
+
+def _own_means(row: Row, precision: int) -> str:
+    """`0.912 - 0.929`."""
+    assert row.pair_mean is not None
+    assert row.baseline_pair_mean is not None
+    return f"{number(row.pair_mean, precision)} - {number(row.baseline_pair_mean, precision)}"
+
+
+def _sign_flip(tested: Sequence[Row]) -> str:
+    """What the sign-flip p is, and the smallest it can be, by the number of seeds."""
+    seeds = {row.sign_flip_floor: row.pairs or row.n for row in tested if row.sign_flip_floor is not None}
+    kinds = {row.sign_flip_exact for row in tested}
+    kind = "exact permutation p" if kinds == {True} else f"permutation p of {RESAMPLES} drawn sign patterns"
+    if len(kinds) > 1:
+        kind = f"permutation p, exact up to {int(math.log2(RESAMPLES))} seeds and of {RESAMPLES} drawn sign patterns above"
+    floors = [f"{floor:.2g} with {plural(n, 'seed')}" for floor, n in sorted(seeds.items())]
+    return f"Sign-flip: {kind}, uncorrected; it cannot fall below {listed(floors, 'or')}."
+
+
+def _flat(row: Row, rows: Sequence[Row], precision: int) -> list[str]:
     unit = f", {row.unit}" if row.unit else ""
+    means = f" ({_own_means(row, precision)})" if _has_own_means(row, rows, precision) else ""
     return [
         f"{row.head}{ARROWS[row.better]}{unit}",
         row.mode,
         str(row.n),
         number(row.mean, precision),
         _bounds(row.low, row.high, precision),
-        "" if row.difference is None else _signed(row.difference, precision),
+        "" if row.difference is None else _signed(row.difference, precision) + means,
         _bounds(row.difference_low, row.difference_high, precision, signed=True),
         _p(row.p_holm),
         "" if row.sign_flip_floor is None else f"{_p(row.sign_flip_p)} ({row.sign_flip_floor:.2g})",
@@ -159,19 +198,27 @@ def _stacked(row: Row | None, precision: int) -> str:
     return f"{number(row.mean, precision)}\n{bounds}" if bounds else number(row.mean, precision)
 
 
-def _cells(row: Row, precision: int, where: str) -> list[str]:
-    """The mode's line, with `where` if it fits, and the pair's under it; too long a label or number gets a line of its own."""
+def _cells(row: Row, rows: Sequence[Row], precision: int, where: str) -> list[str]:
+    """The mode's line, `where` it is taken, and the pair's under it; too long a label or number gets a line of its own."""
     label, count, middle = f"  {row.mode}", f"n = {row.n}", row.interquartile_mean
     if middle is not None:
         count += f", IQM {number(middle, precision)}"
     evidence = count if row.difference is not None or row.p is None else f"{count}, {_evidence(row)}"
     lines = _line(label, number(row.mean, precision), _bounds(row.low, row.high, precision), evidence)
-    if where and len(lines) == 1 and len(f"{lines[0]}, {where}") <= WIDTH:
-        lines = [f"{lines[0]}, {where}"]
+    if where:
+        fits = len(lines) == 1 and len(f"{lines[0]}, {where}") <= WIDTH
+        lines = [f"{lines[0]}, {where}"] if fits else [*lines, *_folded(f"{_UNDER}{where}", WIDTH)]
     if row.difference is not None:
         bounds = _bounds(row.difference_low, row.difference_high, precision, signed=True)
         lines += _line(f"    minus {row.baseline}", _signed(row.difference, precision), bounds, _evidence(row))
+        if _has_own_means(row, rows, precision):
+            over = [row.compared_where, plural(row.pairs or 0, "seed") if row.pairs != row.n else ""]
+            lines += _folded(f"{_UNDER}{', '.join(filter(None, [_own_means(row, precision), *over]))}", WIDTH)
     return lines
+
+
+_UNDER = " " * 24
+"""Where a line that explains the numbers above it begins."""
 
 
 def _line(label: str, mean: str, bounds: str, rest: str) -> list[str]:

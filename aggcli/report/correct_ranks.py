@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, folded, grid
+from aggcli.report.base import NothingToDraw, grid
 from aggcli.report.style import Look
 
 STATISTICS = ("correct/count", "correct/response_length", "correct/entropy")
@@ -39,16 +39,17 @@ def correct_by_rank(frames: Frames, step: int | None = None) -> Figure:
             for column, name in enumerate(shown):
                 axes = cells[at * len(shown) + column]
                 _draw(axes, look, layouts, ranks, name, names)
-                over = folded(style.metric_over(name), 38)
-                axes.set_title(f"{text}\n{over}" if column == 0 else over, fontsize=9.5)
-                axes.title.set_color(look.colour if len(groups) > 1 else "0.15")
+                over = style.folded(style.metric_over(name), 38)
+                heading = style.folded(text, 38)
+                axes.set_title(f"{heading}\n{over}" if column == 0 else over, fontsize=9.5)
+                axes.title.set_color(look.ink if len(groups) > 1 else "0.15")
         style.title(figure, "Correct samples by rank: what each rank has, and what it comes to")
         left_out = f"; {plural(hidden, 'other run')} not shown" if hidden else ""
         reading = (
             "dot: a rank, larger for more correct samples; line: all ranks together, their sum for counts, else their mean"
             f" over samples{left_out}"
         )
-        style.note(figure, folded(reading, int(13 * figure.get_figwidth())))
+        style.note(figure, reading)
     return figure
 
 
@@ -110,8 +111,12 @@ def _draw(axes: Axes, look: Look, layouts: pd.DataFrame, ranks: pd.DataFrame, na
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.12)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
+    counted = name == "correct/count"
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=counted, min_n_ticks=1))
     axes.ticklabel_format(axis="x", style="plain", useOffset=False)
     axes.set_xlabel(style.metric_label(name))
-    if name == "correct/count":
-        axes.set_xlim(left=0)
+    if counted:
+        high = max(1.0, axes.get_xlim()[1])
+        axes.set_xlim(-0.03 * high, high)
+    elif not np.isfinite([*numbers(layouts, name), *numbers(ranks, name)]).any():
+        axes.set_xticks([])

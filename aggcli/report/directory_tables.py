@@ -14,8 +14,10 @@ from rich.text import Text
 
 from aggcli.analysis.directories import Results
 from aggcli.measurement.catalogue import describe
-from aggcli.measurement.words import in_bytes
+from aggcli.measurement.words import in_bytes, plural
 
+MOST_MODES = 4
+"""Modes of a results directory that are listed; the others are counted."""
 _DIFFERING = {
     "settings": "settings that the numbers depend on",
     "environment": "environment",
@@ -25,22 +27,23 @@ _DIFFERING = {
 
 
 def list_table(found: Sequence[Mapping[str, Any]], *, full: bool) -> Table:
-    """A row for each results directory (see `Results.facts`). `full`: several modes on one line, and times in full."""
-    between = ", " if full else "\n"
+    """The results directories (see `Results.facts`), up to `MOST_MODES` modes of each: a row a mode, so that an accuracy stands
+    beside its own. `full`: a row a directory, its modes on one line, and times in full.
+    """
     heads = ("name", "command", "modes", "seeds", "steps", "status", "when", "accuracy")
-    rows = [
-        (
-            one["name"],
-            one["command"] or "",
-            between.join(one["modes"]),
-            str(len(one["seeds"])),
-            _steps(one),
-            _status(one),
-            _when(one["when"], full=full),
-            between.join(_accuracy(one, mode) for mode in one["modes"]) if one["accuracy"] else "",
-        )
-        for one in found
-    ]
+    rows = []
+    for one in found:
+        shown = one["modes"][:MOST_MODES]
+        accuracies = [_accuracy(one, mode) if one["accuracy"] else "" for mode in shown]
+        others = [f"and {plural(left, 'other')}"] if (left := len(one["modes"]) - len(shown)) else []
+        if full:
+            cells = [(_joined(shown, others), _joined(accuracies, others) if one["accuracy"] else "")]
+        else:
+            cells = [*zip(shown, accuracies, strict=True), *((text, "") for text in others)]
+        facts = (str(len(one["seeds"])), _steps(one), _status(one), _when(one["when"], full=full))
+        (modes, accuracy), *rest = cells
+        rows.append((one["name"], one["command"] or "", modes, *facts, accuracy))
+        rows += [("", "", modes, *[""] * len(facts), accuracy) for modes, accuracy in rest]
     return _table(heads, rows, right=("seeds", "steps", "accuracy"))
 
 
@@ -81,7 +84,13 @@ def difference_tables(
         rows = [(one["name"], _several(one["a"]), _several(one["b"])) for one in groups[key]]
         yield _table((title, "A", "B"), rows or [("nothing differs", "", "")])
     rows = [(one["figure"], one["mode"] or "", _figure(one["a"]), _figure(one["b"])) for one in figures]
+    if rows and all(one["a"] == one["b"] for one in figures):
+        rows = [("nothing differs", "", "", "")]
     yield _table((what, "mode", "A", "B"), rows, right=("A", "B"))
+
+
+def _joined(shown: Sequence[str], others: Sequence[str]) -> str:
+    return " ".join([", ".join(shown), *others])
 
 
 # -- cells ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ A figure whose data were not recorded raises `NothingToDraw` with the reason.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,14 +12,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.measurement.catalogue import LENGTH_BINS, describe
 from aggcli.measurement.words import plural
 from aggcli.report import style
 from aggcli.report.accuracy import accuracy_by_tokens
-from aggcli.report.base import NothingToDraw, grid, lone
+from aggcli.report.base import NothingToDraw, grid, lone, measured_runs, without_data
 from aggcli.report.correct_ranks import correct_by_rank
 from aggcli.report.curves import learning_curves
 from aggcli.report.findings import Findings, find
@@ -78,7 +76,7 @@ def _makers(frames: Frames, step: int | None, findings: Findings | None) -> dict
         found = findings or find(frames)
         if found.trained:
             makers["accuracy_by_tokens"] = lambda: accuracy_by_tokens(found.trained, found.fitted)
-        makers["learning_curves"] = lambda: learning_curves(frames)
+        makers["learning_curves"] = lambda: learning_curves(frames, found.compared)
     else:
         makers["modes_over_steps"] = lambda: modes_over_steps(frames)
     if "gradient_cosine" in frames.metrics:
@@ -105,7 +103,9 @@ def weight_shares(frames: Frames) -> Figure:
     }
     if not families:
         raise NothingToDraw("no weight_share/* metric is recorded")
-    looks = style.looks(frames.runs)
+    parts = [f"weight_share/{part}" for family in families.values() for part in family[0]]
+    runs = measured_runs(frames, parts)
+    looks = style.looks(runs)
     with style.context():
         figure = style.new_figure(8.5, len(families) * (0.85 + 0.34 * len(looks)) + 0.9)
         cells = figure.subplots(len(families), 1, squeeze=False, sharex=True)[:, 0]
@@ -113,6 +113,7 @@ def weight_shares(frames: Frames) -> Figure:
             _draw_shares(axes, frames.metrics, looks, *family)
             axes.set_title(f"by {title}")
         cells[-1].set_xlabel("share of the mode's total weight [%], mean over the n steps that recorded it")
+        style.note(figure, without_data(len(frames.runs) - len(runs), "weight_share/*"))
         style.title(figure, "Where each mode puts its weight")
     return figure
 
@@ -130,9 +131,11 @@ def _draw_shares(
             if share >= 5:
                 axes.text(start + share / 2, y, f"{share:.0f}", ha="center", va="center", color=_ink_on(colour), fontsize=9)
         ends = ends + np.nan_to_num(shares)
-    axes.set_yticks(range(len(looks)), [f"{look.shown}  (n = {n})" for look, n in zip(looks, steps, strict=True)])
+    axes.set_yticks(
+        range(len(looks)), [f"{style.folded(look.shown, 30)}  (n = {n})" for look, n in zip(looks, steps, strict=True)]
+    )
     for tick, look in zip(axes.get_yticklabels(), looks, strict=True):
-        tick.set_color(look.colour)
+        tick.set_color(look.ink)
     axes.invert_yaxis()
     axes.set_xlim(0, max(100.0, float(ends.max())))
     axes.grid(False)
@@ -169,11 +172,11 @@ def modes_over_steps(frames: Frames) -> Figure:
         figure, cells = grid(len(names), 4.8, 2.9, columns=2)
         for axes, name in zip(cells, names, strict=True):
             same = _draw_metric(axes, frames.metrics, looks, name, steps)
-            about = textwrap.fill(describe(name).about.split(";")[0], 64)
+            about = style.folded(describe(name).about.split(";")[0], 64)
             over = style.metric_over(name) + (f"; the same in all {len(looks)} runs" if same else "")
             axes.set_title(f"{about}\n{over}", fontsize=9.5)
             axes.set_ylabel(style.metric_label(name))
-            axes.set_xlabel("optimizer step")
+            style.step_axis(axes, steps)
         style.legend_below(figure, cells[0])
         style.title(figure, f"Step by step: {plural(len(looks), 'run')}, steps {steps[0]} to {steps[-1]}")
     return figure
@@ -197,7 +200,6 @@ def _draw_metric(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name:
             markevery=marked.tolist(),
             label=look.shown,
         )
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useOffset=False)
     return len(looks) > 1 and all(np.allclose(curve, curves[0], rtol=1e-9, atol=0, equal_nan=True) for curve in curves)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.measurement.catalogue import describe
 from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, folded, grid
+from aggcli.report.base import NothingToDraw, grid, measured_runs, without_data
 from aggcli.report.style import Look
 
 GRADIENTS = ("gradient_ratio", "gradient_cosine")
@@ -29,38 +29,43 @@ def mode_gradients(frames: Frames) -> Figure:
     shown = [name for name in GRADIENTS if np.isfinite(numbers(frames.metrics, name)).any()]
     if not shown:
         raise NothingToDraw("no gradient_ratio or gradient_cosine is recorded (a comparison of recorded rollouts has them)")
-    looks = style.looks(frames.runs)
-    steps = frames.steps
+    runs = measured_runs(frames, shown)
+    metrics = rows(frames.metrics, frames.metrics["run"].isin([run.label for run in runs]).to_numpy(dtype=bool))
+    measured = np.logical_or.reduce([np.isfinite(numbers(metrics, name)) for name in shown])
+    steps = sorted(set(rows(metrics, measured)["step"].tolist()))
+    looks = style.looks(runs)
+    reading = _reading(runs[0].mode, len(steps), len(frames.runs) - len(runs))
     with style.context():
         height = 1.5 + 0.36 * len(looks) if len(steps) <= _STEPS_APART else 3.1
         figure, cells = grid(len(shown), 4.9, height, columns=2)
         for axes, name in zip(cells, shown, strict=True):
             if len(steps) <= _STEPS_APART:
-                _draw_rows(axes, frames, looks, name, named=axes is cells[0])
+                _draw_rows(axes, metrics, looks, name, named=axes is cells[0])
             else:
-                _draw_lines(axes, frames, looks, name)
-            unrecorded = int((~np.isfinite(numbers(frames.metrics, name))).sum())
+                _draw_lines(axes, metrics, looks, name, steps)
+            unrecorded = int((~np.isfinite(numbers(metrics, name))).sum())
             missing = f" ({unrecorded} not measured)" if unrecorded else ""
-            about = folded(f"{describe(name).about}, {style.metric_over(name)}{missing}", 62)
+            about = style.folded(f"{describe(name).about}, {style.metric_over(name)}{missing}", 46)
             axes.set_title(about, fontsize=9.5)
         if len(steps) > _STEPS_APART:
-            style.legend_below(figure, cells[0], note=_reading(frames, len(steps)))
+            style.legend_below(figure, cells[0], note=reading)
         else:
-            style.note(figure, _reading(frames, len(steps)))
+            style.note(figure, reading)
         style.title(figure, f"Effective learning rate and direction of each mode ({plural(len(steps), 'step')})")
     return figure
 
 
-def _reading(frames: Frames, steps: int) -> str:
+def _reading(baseline: str, steps: int, hidden: int) -> str:
     dots = "a small dot: one step; large: their mean; " if 1 < steps <= _STEPS_APART else ""
-    return f"{dots}the line at 1: the baseline mode, {frames.runs[0].mode if frames.runs else ''}, against itself"
+    said = f"{dots}the line at 1: the baseline mode, {baseline}, against itself"
+    return "; ".join(filter(None, (said, without_data(hidden, "a measured gradient"))))
 
 
-def _draw_rows(axes: Axes, frames: Frames, looks: Sequence[Look], name: str, *, named: bool) -> None:
+def _draw_rows(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name: str, *, named: bool) -> None:
     """A row a run: its steps as small dots, their mean as a large one, with its number."""
     axes.axvline(1, color="0.55", linewidth=1, zorder=1)
     for y, look in enumerate(looks):
-        values = numbers(rows(frames.metrics, run=look.label), name)
+        values = numbers(rows(metrics, run=look.label), name)
         values = values[np.isfinite(values)]
         if not len(values):
             axes.annotate("not measured", (1, y), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color="0.3")
@@ -72,19 +77,19 @@ def _draw_rows(axes: Axes, frames: Frames, looks: Sequence[Look], name: str, *, 
         axes.annotate(
             f"{mean:.3g}", (mean, y), (0, 8), textcoords="offset points", ha="center", fontsize=9, color="0.15", zorder=5
         )
-    axes.set_yticks(range(len(looks)), [look.shown for look in looks] if named else [""] * len(looks))
+    axes.set_yticks(range(len(looks)), [style.folded(look.shown, 30) for look in looks] if named else [""] * len(looks))
     axes.set_ylim(len(looks) - 0.4, -0.75)
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.1)
     axes.grid(axis="y", visible=False)
-    _scale(axes, frames, name, "x")
+    _scale(axes, numbers(metrics, name), name, "x")
     axes.set_xlabel(f"{name} [the baseline's is 1]")
 
 
-def _draw_lines(axes: Axes, frames: Frames, looks: Sequence[Look], name: str) -> None:
+def _draw_lines(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name: str, steps: Sequence[int]) -> None:
     axes.axhline(1, color="0.55", linewidth=1, zorder=1)
     for look in looks:
-        own = rows(frames.metrics, run=look.label).sort_values("step")
+        own = rows(metrics, run=look.label).sort_values("step")
         axes.plot(
             own["step"],
             numbers(own, name),
@@ -95,15 +100,13 @@ def _draw_lines(axes: Axes, frames: Frames, looks: Sequence[Look], name: str) ->
             markersize=3,
             label=look.shown,
         )
-    axes.set_xlabel("optimizer step")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    _scale(axes, frames, name, "y")
+    style.step_axis(axes, steps)
+    _scale(axes, numbers(metrics, name), name, "y")
     axes.set_ylabel(f"{name} [the baseline's is 1]")
 
 
-def _scale(axes: Axes, frames: Frames, name: str, axis: str) -> None:
+def _scale(axes: Axes, values: np.ndarray, name: str, axis: str) -> None:
     """Ratios start at 0, so that lengths compare; a cosine goes no further than 1."""
-    values = numbers(frames.metrics, name)
     low, high = min(float(np.nanmin(values)), 1.0), max(float(np.nanmax(values)), 1.0)
     margin = 0.08 * max(high - low, 0.02)
     limits = (0.0, high * 1.12) if name == "gradient_ratio" else (low - 1.6 * margin, high + margin)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -9,12 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.analysis.tolerance import tolerance_of
 from aggcli.measurement.words import plural
 from aggcli.report import style
 from aggcli.report.base import NothingToDraw
-
-ROUNDING = {"float64 rounding": 2.0**-52, "float32 rounding": 2.0**-23}
-"""Relative spacing of numbers next to 1."""
+from aggcli.report.style import Look
 
 
 def layout_deviations(frames: Frames) -> pd.DataFrame:
@@ -48,14 +50,16 @@ def layout_deviation(frames: Frames) -> Figure:
     if not len(drawn):
         raise NothingToDraw(f"pg_loss is the same to the last bit in all {plural(len(found), 'comparison')} of layouts")
     names = list(dict.fromkeys(found["layout"]))
-    modes = list(dict.fromkeys(found["mode"]))
+    first = {run.mode: replace(run, label=run.mode) for run in frames.runs if run.mode in set(found["mode"])}
+    looks = style.looks(list(first.values()))
+    limits = dict(tolerance_of(run.settings) for run in frames.runs if run.label in set(found["run"]))
     with style.context():
         figure = style.new_figure(8.5, 1.9 + 0.55 * len(names))
         axes = figure.subplots()
-        for at, mode in enumerate(modes):
-            offset = 0.5 * (at + 0.5 - len(modes) / 2) / len(modes) * 1.2
-            _draw_mode(axes, rows(drawn, mode=mode), str(mode), names, offset)
-        _frame(axes, names, numbers(drawn, "deviation"))
+        for at, look in enumerate(looks):
+            offset = 0.6 * (at + 0.5 - len(looks) / 2) / len(looks)
+            _draw_mode(axes, rows(drawn, mode=look.mode), look, names, offset)
+        _frame(axes, names, numbers(drawn, "deviation"), limits)
         _count(axes, found, names)
         style.legend_below(figure, axes, note=_left_out(found))
         reference = " or ".join(dict.fromkeys(found["reference"]))
@@ -63,29 +67,31 @@ def layout_deviation(frames: Frames) -> Figure:
     return figure
 
 
-def _draw_mode(axes: Axes, own: pd.DataFrame, mode: str, names: list[str], offset: float) -> None:
+def _draw_mode(axes: Axes, own: pd.DataFrame, look: Look, names: list[str], offset: float) -> None:
     axes.scatter(
         own["deviation"],
         [names.index(name) + offset for name in own["layout"]],
         s=30,
-        marker=style.MODE_MARKERS.get(mode, style.OTHER_MARKER),
-        color=style.MODE_COLOURS.get(mode, style.OTHER_COLOUR),
+        marker=look.marker,
+        color=look.colour,
         edgecolors="white",
         linewidths=0.4,
         alpha=0.75,
         zorder=3,
-        label=mode,
+        label=look.shown,
     )
 
 
-def _frame(axes: Axes, names: list[str], drawn: np.ndarray) -> None:
-    """A log axis with the spacings of numbers for scale, a row a layout."""
+def _frame(axes: Axes, names: list[str], drawn: np.ndarray, limits: Mapping[str, float]) -> None:
+    """A log axis, a row a layout, and a line at the limit of each dtype: what lies left of it is taken for rounding."""
     axes.set_xscale("log")
-    axes.set_xlim(min(drawn.min() / 3, 1e-17), max(drawn.max() * 3, 1e-6))
+    axes.set_xlim(min(drawn.min() / 3, 1e-17), max(drawn.max() * 3, 30 * max(limits.values())))
     axes.xaxis.set_major_locator(LogLocator(numticks=9))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    for text, at in ROUNDING.items():
+    for at in sorted(set(limits.values())):
+        dtypes = " and ".join(dtype for dtype, limit in limits.items() if limit == at)
+        text = f"{dtypes}: rounding up to {at:.0e}"
         axes.axvline(at, color="0.45", linewidth=1, linestyle=":", zorder=1)
         axes.annotate(
             text, (at, 1), (3, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8.5, color="0.35"

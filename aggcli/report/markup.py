@@ -51,7 +51,7 @@ def element(tag: str, *children: str, **attributes: str | bool | None) -> Markup
 
 @dataclass(frozen=True)
 class Number:
-    """A number and how it is shown; None is a blank cell, and `small` a line under it."""
+    """A number and how it is shown; None is a blank cell, and `small` the lines under it."""
 
     value: float | None
     shown: str
@@ -61,18 +61,26 @@ class Number:
 Cell = str | Number
 
 
-def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:
-    """A table that scrolls inside itself and sorts by a click; a column of numbers is right-aligned, `data-value` in full."""
+def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]], groups: Sequence[str] | None = None) -> Markup:
+    """A table that scrolls inside itself and sorts by a click; a column of numbers is right-aligned, `data-value` in full.
+
+    `groups`: of each row, where sorting by a column keeps the rows of a group together, since only they have one unit.
+    """
     body = [list(row) for row in rows]
+    own = groups if groups is not None else [None] * len(body)
     numeric = [any(isinstance(row[at], Number) for row in body) for at in range(len(heads))]
     top = (
         element("th", head, scope="col", class_="num" if number else None) for head, number in zip(heads, numeric, strict=True)
     )
+    drawn_rows = [
+        join([element("tr", *map(_cell, row), data_group=group), Markup("\n")], "")
+        for row, group in zip(body, own, strict=True)
+    ]
     drawn = element(
         "table",
         element("thead", element("tr", *top)),
         Markup("\n"),
-        element("tbody", Markup("\n"), *(join([element("tr", *map(_cell, row)), Markup("\n")], "") for row in body)),
+        element("tbody", Markup("\n"), *drawn_rows),
         class_="sortable",
         aria_label=caption,
     )
@@ -83,7 +91,7 @@ def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) ->
 def _cell(cell: Cell) -> Markup:
     if isinstance(cell, str):
         return element("td", cell, class_="text" if len(cell) > _SHORT else None)
-    small = [element("small", cell.small)] if cell.small else []
+    small = [element("small", line) for line in cell.small.splitlines()]
     return element("td", cell.shown, *small, class_="num", data_value=None if cell.value is None else repr(cell.value))
 
 

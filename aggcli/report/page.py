@@ -35,7 +35,8 @@ CAPTIONS = {
     "modes_over_steps": "The recorded steps side by side.",
     "correct_by_rank": "Each rank counts its own correct samples; together they come to the same number in every layout.",
     "pg_loss_by_rank": "What each rank adds to the loss, and that the sum is the same in every layout.",
-    "layout_deviation": "How far layouts are apart, on a log axis: left of the dotted line of the precision is rounding.",
+    "layout_deviation": "How far layouts are apart, on a log axis. What lies left of the dotted line of a precision is taken"
+    " for rounding, as in the verdict.",
 }
 """How to read a figure, in the order of the page."""
 

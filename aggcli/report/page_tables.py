@@ -53,21 +53,35 @@ def comparison_table(findings: Findings) -> Markup:
     if findings.fitted:
         pairs = efficiency(findings.fitted, findings.comparison.baseline)
         found += curve_rows(mode_curves(findings.fitted), pairs, "tokens")
-    heads = ["figure", "mode", "seeds", "mean", "difference", "p (Holm)", "sign-flip p"]
-    return table(f"The comparison. {caption(found)}", heads, [_compared(row) for row in found])
+    robust = any(row.interquartile_mean is not None for row in found)
+    heads = ["figure", "mode", "seeds", "mean", *(["IQM"] if robust else []), "difference", "p (Holm)", "sign-flip p"]
+    means = {(row.figure, row.mode): row.mean for row in found}
+    body = [_compared(row, means.get((row.figure, row.baseline or "")), robust=robust) for row in found]
+    said = caption(found, _PRECISION, verdict_pairs=findings.verdict.pairs, iqm=robust)
+    return table(f"The comparison. {said}", heads, body, [row.figure for row in found])
 
 
-def _compared(row: Row) -> list[Cell]:
+def _compared(row: Row, baseline: float | None, *, robust: bool) -> list[Cell]:
+    """`baseline`: the mean of its baseline's own row."""
     floor = "" if row.sign_flip_floor is None else f"floor {row.sign_flip_floor:.2g}"
     return [
         ", ".join(part for part in (f"{row.head}{ARROWS[row.better]}", row.unit, row.where) if part),
         row.mode,
         Number(row.n, str(row.n)),
         _value(row.mean, row.low, row.high),
-        _value(row.difference, row.difference_low, row.difference_high, signed=True),
+        *([_value(row.interquartile_mean)] if robust else []),
+        _difference(row.difference, row.difference_low, row.difference_high, _own_means(row, baseline)),
         Number(row.p_holm, _p(row.p_holm)),
         Number(row.sign_flip_p, _p(row.sign_flip_p), floor),
     ]
+
+
+def _own_means(row: Row, baseline: float | None) -> str:
+    """`0.912 - 0.929`: the means that the pair's difference is of, where they are, as printed, not those of the two rows."""
+    if row.pair_mean is None or row.baseline_pair_mean is None or baseline is None:
+        return ""
+    own = [number(mean, _PRECISION) for mean in (row.pair_mean, row.baseline_pair_mean)]
+    return "" if own == [number(mean, _PRECISION) for mean in (row.mean, baseline)] else " - ".join(own)
 
 
 def final_table(directory: str, final: Mapping[str, Any]) -> Markup:
@@ -84,12 +98,12 @@ def final_table(directory: str, final: Mapping[str, Any]) -> Markup:
                         mode,
                         Number(figure["n"], str(figure["n"])),
                         _value(figure["mean"], figure["low"], figure["high"]),
-                        _value(less.get("mean"), less.get("low"), less.get("high"), signed=True),
+                        _difference(less.get("mean"), less.get("low"), less.get("high")),
                     ]
                 )
     what = "on fresh prompts" if any("accuracy" in figures for figures in final["modes"].values()) else "at the last step"
     text = f"After training, {what}: mean [95 % Student-t interval over seeds] and difference to {baseline}. {directory}"
-    return table(text, ["figure", "mode", "seeds", "mean", "difference"], body)
+    return table(text, ["figure", "mode", "seeds", "mean", "difference"], body, [str(row[0]) for row in body])
 
 
 def metric_table(frames: Frames) -> Markup:
@@ -213,14 +227,22 @@ def _shown(value: float, digits: int = _PRECISION) -> str:
     return "0" if abs(value) < 1e-12 else number(value, digits)
 
 
-def _value(
-    value: float | None, low: float | None = None, high: float | None = None, *, signed: bool = False, digits: int = _PRECISION
-) -> Number:
+def _value(value: float | None, low: float | None = None, high: float | None = None, *, digits: int = _PRECISION) -> Number:
     if value is None:
         return Number(None, "")
-    plus = "+" if signed and value >= 0 else ""
-    bounds = "" if low is None or high is None else f"[{_shown(low)}, {_shown(high)}]"
-    return Number(value, plus + _shown(value, digits), bounds)
+    bounds = "" if low is None or high is None else f"[{_shown(low, digits)}, {_shown(high, digits)}]"
+    return Number(value, _shown(value, digits), bounds)
+
+
+def _difference(value: float | None, low: float | None, high: float | None, means: str = "") -> Number:
+    """Signed, and one digit shorter than the means, as in the terminal: it is not known to more digits than they are. `means`:
+    the two that it is of.
+    """
+    if value is None:
+        return Number(None, "")
+    mean, *bounds = (("+" if one >= 0 else "") + _shown(one, _PRECISION - 1) for one in (value, low, high) if one is not None)
+    small = [f"[{', '.join(bounds)}]"] if len(bounds) == 2 else []
+    return Number(value, mean, "\n".join([*small, *([means] if means else [])]))
 
 
 def _p(value: float | None) -> str:

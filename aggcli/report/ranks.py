@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.errors import some
 from aggcli.measurement.words import plural
 from aggcli.report import style
 from aggcli.report.base import NothingToDraw, grid
@@ -36,6 +37,7 @@ def pg_loss_by_rank(frames: Frames, step: int | None = None) -> Figure:
     A bar is a rank's share of the step loss (it may be negative, or larger than the sum) and starts where the last one
     ended; the dots are the recorded reduced values, which must stand on the line through the first. A panel's title has
     the largest difference between two layouts, relative to max(|pg_loss|, total_weight), as the check of a run takes it.
+    Of many runs, the first of every mode (and of each of its settings) has a panel before the second of any.
     `step`: default: each run's last. Raises `NothingToDraw`.
     """
     looks = {look.label: look for look in style.looks(frames.runs)}
@@ -43,16 +45,20 @@ def pg_loss_by_rank(frames: Frames, step: int | None = None) -> Figure:
     panels = [(look, at, layouts, ranks) for look, at, layouts, ranks in panels if _measured(layouts)]
     if not panels:
         raise NothingToDraw("no layout has a pg_loss" + ("" if step is None else f" at step {step}"))
+    arm_of = {run.label: run.arm for run in frames.runs}
+    arms = [arm_of[look.label] for look, *_ in panels]
+    chosen = round_robin(arms, _MOST_PANELS)
+    of = len(panels)
+    panels = [panels[at] for at in chosen]
     places = _places([ranks for *_, ranks in panels], [layouts for _, _, layouts, _ in panels])
-    hidden = panels[_MOST_PANELS:]
-    panels = panels[:_MOST_PANELS]
     shown = sorted({at for _, at, _, _ in panels})
+    named = [style.folded(look.shown + ("" if len(shown) == 1 else f", step {at}"), 46) for look, at, *_ in panels]
     with style.context():
-        figure, cells = grid(len(panels), 4.9, min(12.0, 1.1 + 0.19 * places.bottom), columns=2, sharey=True)
-        for axes, (look, at, layouts, ranks) in zip(cells, panels, strict=True):
+        lines = 2 + max(text.count("\n") for text in named)
+        figure, cells = grid(len(panels), 4.9, min(12.0, 0.8 + 0.15 * lines + 0.19 * places.bottom), columns=2, sharey=True)
+        for axes, name, (look, _, layouts, ranks) in zip(cells, named, panels, strict=True):
             _draw_layouts(axes, look, layouts, ranks, places)
-            where = "" if len(shown) == 1 else f", step {at}"
-            axes.set_title(f"{look.shown}{where}: {_difference_in_words(layouts)}", color=look.colour)
+            axes.set_title(f"{name}\n{_difference_in_words(layouts)}", color=look.ink, fontsize=9.5)
         for axes in cells[::2]:
             _name_rows(axes, places)
         for axes in cells[-2:]:
@@ -63,9 +69,27 @@ def pg_loss_by_rank(frames: Frames, step: int | None = None) -> Figure:
         style.note(
             figure,
             "bar: a rank's share, from where the previous one ended; marker: the reduced value; line: the first layout's"
-            + (f"; {plural(len(hidden), 'other run')} not shown" if hidden else ""),
+            "; difference: relative to max(|pg_loss|, total_weight)" + _left_out(of, [arms[at] for at in chosen], arms),
         )
     return figure
+
+
+def round_robin(groups: Sequence[str], most: int) -> list[int]:
+    """Positions of up to `most` members, sorted: the first of every group, then the second of every group, and so on."""
+    seen: dict[str, int] = {}
+    turns = []
+    for group in groups:
+        seen[group] = seen.get(group, -1) + 1
+        turns.append(seen[group])
+    return sorted(sorted(range(len(groups)), key=lambda at: (turns[at], at))[:most])
+
+
+def _left_out(of: int, shown: Sequence[str], arms: Sequence[str]) -> str:
+    if len(shown) == of:
+        return ""
+    missing = [arm for arm in dict.fromkeys(arms) if arm not in shown]
+    none = f", and none of {some(missing, 4)}" if missing else ""
+    return f"; {len(shown)} of {of} runs are shown, the first of each mode before the second of any{none}"
 
 
 def largest_difference(layouts: pd.DataFrame) -> float:
@@ -110,9 +134,9 @@ def _places(ranks: Sequence[pd.DataFrame], layouts: Sequence[pd.DataFrame]) -> _
 
 def _difference_in_words(layouts: pd.DataFrame) -> str:
     if len(layouts) < 2:
-        return "one layout,\nnothing to compare it with"
+        return "one layout, nothing to compare it with"
     most = largest_difference(layouts)
-    return "largest relative difference\nbetween layouts: " + (f"{most:.1e}" if most else "0, to the last bit")
+    return "largest difference between layouts: " + (f"{most:.1e}" if most else "0, to the last bit")
 
 
 # -- drawing --------------------------------------------------------------------------------------------------------

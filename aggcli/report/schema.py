@@ -240,6 +240,7 @@ _MANIFEST = (
     Field("processes", WHOLE, "training: processes that the runs were shared out to", "all runs", "processes"),
     Field("status", _one_of("running", "done", "interrupted", "failed"), "how it ended, if it did", required=True),
     Field("diverged", TEXT, "training run: when and why it trained no further"),
+    Field("diverged_step", WHOLE, "training run: the rollout step in which it diverged"),
     Field("evaluation", OBJECT, "training run: the policy after training", fields=_EVALUATION),
     Field("final", OBJECT, "training: the figures that were printed at the end", fields=_FINAL),
 )

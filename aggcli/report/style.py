@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,14 +22,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
+from matplotlib.ticker import MaxNLocator
 
 from aggcli.errors import RecordError
 from aggcli.measurement.catalogue import describe
 
 MODE_COLOURS = {"sample_mean": "#0072B2", "prompt_mean": "#D55E00", "token_mean": "#009E73", "constant": "#CC79A7"}
 MODE_MARKERS = {"sample_mean": "o", "prompt_mean": "s", "token_mean": "^", "constant": "D"}
-OTHER_COLOUR, OTHER_MARKER = "#000000", "P"
-"""Any other rule, such as a custom reducer."""
+OTHER_COLOURS = ("#000000", "#56B4E9", "#E69F00", "#332288", "#882255", "#999933", "#44AA99", "#777777")
+OTHER_MARKERS = ("P", "X", "v", "<", ">", "p", "h", "d", "*")
+"""Any other rule, such as a preset or a custom reducer: 72 of them differ in (colour, marker)."""
 SCOPE_LINES = {"step": "-", "rank": "--", "micro-batch": ":"}
 """The line of a number by the scope that it was counted in."""
 DASHES: tuple[Any, ...] = (
@@ -38,6 +41,8 @@ DASHES: tuple[Any, ...] = (
 """Lines of the runs of one mode, four to each: with the mode's four shades, 32 runs of a mode differ in (colour, dash)."""
 _SHADES = 4
 _LONGEST = 46
+_BOLD_PER_INCH, _SMALL_PER_INCH = 8.6, 13
+"""Characters of a title and of a note in an inch, on the safe side."""
 GOOD, BAD, NEUTRAL = "#56B4E9", "#E69F00", "#BBBBBB"
 LENGTH_SHADES = ("#DCE3EA", "#A9B8C6", "#6F8599", "#33475B")
 """Short to long."""
@@ -85,7 +90,7 @@ class Labelled(Protocol):
 @dataclass(frozen=True)
 class Look:
     """How a run is drawn: the mode's colour and marker; later runs of a mode are paler, every second one is hollow, and from
-    the fifth on they are dashed.
+    the fifth on they are dashed. `ink`: the mode's colour, dark enough for words.
     """
 
     label: str
@@ -96,6 +101,7 @@ class Look:
     dash: Any
     shown: str
     """The label as it is written in a figure: a long one (a directory's path) with its middle left out."""
+    ink: tuple[float, float, float]
 
     @property
     def face(self) -> str | tuple[float, float, float]:
@@ -103,15 +109,20 @@ class Look:
         return self.colour if self.filled else "white"
 
 
-def looks(runs: Sequence[Labelled]) -> list[Look]:
-    """One look per run (or arm), in their order."""
+def looks(runs: Sequence[Labelled], *, dashed: bool = False) -> list[Look]:
+    """One look per run (or arm), in their order. `dashed`: the second of a mode is dashed already: lines without markers."""
+    others = list(dict.fromkeys(run.mode for run in runs if run.mode not in MODE_COLOURS))
     made, seen = [], {}
     for run, shown in zip(runs, _shortened([run.label for run in runs]), strict=True):
-        mode = run.mode if run.mode in MODE_COLOURS else "custom"
-        nth = seen[mode] = seen.get(mode, -1) + 1
-        colour = _paler(MODE_COLOURS.get(mode, OTHER_COLOUR), (nth % _SHADES) * 0.2)
-        dash = DASHES[nth // _SHADES % len(DASHES)]
-        made.append(Look(run.label, run.mode, colour, MODE_MARKERS.get(mode, OTHER_MARKER), nth % 2 == 0, dash, shown))
+        nth = seen[run.mode] = seen.get(run.mode, -1) + 1
+        other = others.index(run.mode) if run.mode in others else 0
+        base = MODE_COLOURS.get(run.mode) or OTHER_COLOURS[other % len(OTHER_COLOURS)]
+        marker = MODE_MARKERS.get(run.mode) or OTHER_MARKERS[other % len(OTHER_MARKERS)]
+        turn = other // len(OTHER_COLOURS)
+        shade, dash = (nth + nth // len(DASHES), nth) if dashed else (nth, nth // _SHADES)
+        colour = _paler(base, (shade % _SHADES) * 0.15)
+        line = DASHES[(dash + turn) % len(DASHES)]
+        made.append(Look(run.label, run.mode, colour, marker, (nth + turn) % 2 == 0, line, shown, _darker(base)))
     return made
 
 
@@ -123,6 +134,11 @@ def _shortened(labels: Sequence[str]) -> list[str]:
 
 def _paler(colour: str, share: float) -> tuple[float, float, float]:
     red, green, blue = (part + (1 - part) * share for part in to_rgb(colour))
+    return red, green, blue
+
+
+def _darker(colour: str) -> tuple[float, float, float]:
+    red, green, blue = (part * 0.78 for part in to_rgb(colour))
     return red, green, blue
 
 
@@ -141,14 +157,30 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def title(figure: Figure, text: str) -> None:
-    """The figure's title, at the left edge."""
-    figure.suptitle(text, x=0.01, ha="left")
+    """The figure's title, at the left edge and no wider than the figure, which grows by its further lines."""
+    told = folded(text, int(_BOLD_PER_INCH * figure.get_figwidth()))
+    figure.set_figheight(figure.get_figheight() + 0.22 * told.count("\n"))
+    figure.suptitle(told, x=0.01, ha="left")
+
+
+def folded(text: str, width: int) -> str:
+    """`text` in lines of at most `width` characters."""
+    return textwrap.fill(text, width, break_on_hyphens=False)
+
+
+def step_axis(axes: Axes, steps: Sequence[int]) -> None:
+    """The x axis of optimizer steps, with whole numbers only; a single step stands in the middle."""
+    axes.set_xlabel("optimizer step")
+    if len(steps) == 1:
+        axes.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int = 4, note: str = "") -> None:
     """One legend for all panels, under them and never over them, with a note above it; the figure grows by its lines."""
     handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, min(columns, len(labels), int(figure.get_figwidth() * 11 / (max(map(len, labels), default=0) + 6))))
+    note = folded(note, int(_SMALL_PER_INCH * figure.get_figwidth()))
+    columns = max(1, min(columns, len(labels), int(figure.get_figwidth() * 14.5 / (max(map(len, labels), default=0) + 10))))
     lines = math.ceil(len(labels) / columns) + len(note.splitlines())
     figure.set_figheight(figure.get_figheight() + 0.2 * lines)
     place = "outside lower left" if note else "outside lower center"
@@ -159,9 +191,11 @@ def legend_below(figure: Figure, axes: Axes, columns: int = 4, note: str = "") -
 
 
 def note(figure: Figure, text: str) -> None:
-    """A note under the axes, at the left edge."""
+    """A note under the axes, at the left edge and no wider than the figure, which grows by its further lines."""
     if text:
-        figure.supxlabel(text, x=0.01, ha="left", fontsize=9, color="0.3")
+        told = folded(text, int(_SMALL_PER_INCH * figure.get_figwidth()))
+        figure.set_figheight(figure.get_figheight() + 0.17 * told.count("\n"))
+        figure.supxlabel(told, x=0.01, ha="left", fontsize=9, color="0.3")
 
 
 def metric_label(name: str) -> str:

@@ -11,6 +11,7 @@ from aggcli.measurement.words import plural
 from aggcli.report.findings import Findings
 from aggcli.report.layout_deviation import layout_deviations
 
+_MOST_NAMES = 4
 ONE_SEED = "One seed: no interval and no test, so no difference can be shown; give more seeds."
 
 
@@ -72,7 +73,7 @@ def layouts(frames: Frames, findings: Findings) -> str:
     limits = [of_run[label] for label in found["run"]]
     worst = int((deviation / [limit for _, limit in limits]).argmax())
     dtype, limit = limits[worst]
-    size = f"{deviation[worst]:.1e}, relative, where rounding of {dtype} explains {limit:g} ({over})"
+    size = f"{deviation[worst]:.1e}, relative, where differences up to {limit:g} are taken for rounding in {dtype} ({over})"
     if deviation[worst] > limit:
         return f"A layout changes pg_loss by {size}; the figure of the layouts shows which."
     return f"The layout changes nothing but rounding: pg_loss differs by at most {size}."
@@ -89,4 +90,6 @@ def _floor(comparison: Comparison) -> float | None:
 
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    """`a, b and c`; beyond `_MOST_NAMES` names, the rest as a number."""
+    told = [*names[:_MOST_NAMES], f"{len(names) - _MOST_NAMES} others"] if len(names) > _MOST_NAMES + 1 else list(names)
+    return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"

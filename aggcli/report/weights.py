@@ -71,7 +71,7 @@ def _draw_mode(axes: Axes, shown: pd.DataFrame, looks: Sequence[Look]) -> None:
     finding, spans = _finding(shown)
     if 0 < len(spans) <= _MOST_GROUPS:
         axes.hlines(*zip(*spans, strict=True), color=looks[0].colour, linewidth=1, alpha=0.5, zorder=2)
-    axes.set_title(f"{looks[0].mode}: {finding}", color=looks[0].colour)
+    axes.set_title(f"{looks[0].mode}: {finding}", color=looks[0].ink)
     if len(looks) > 1:
         axes.legend(fontsize=8.5, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 

@@ -50,13 +50,18 @@ def joined(parts: Sequence[Checkpoint], runs: Sequence[str]) -> Checkpoint:
 
 
 def save(directory: Path, checkpoint: Checkpoint) -> None:
-    """Write the checkpoint of a stack; the previous one stays whole until the new one is."""
+    """Write the checkpoint of a stack; the previous one stays whole until the new one is. Raises `RecordError`."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     facts = {name: getattr(checkpoint, name) for name in FACTS}
     draft = directory / (CHECKPOINT + ".tmp")
     tensors = {name: value.contiguous().cpu() for name, value in checkpoint.tensors.items()}
-    save_file(tensors, draft, metadata={"aggcli": json.dumps(facts)})
+    try:
+        save_file(tensors, draft, metadata={"aggcli": json.dumps(facts)})
+    except SafetensorError as error:
+        draft.unlink(missing_ok=True)
+        raise RecordError(f"{directory / CHECKPOINT}: cannot be written ({error}); the one before it is kept") from None
     draft.replace(directory / CHECKPOINT)
 
 

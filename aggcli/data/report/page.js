@@ -1,8 +1,12 @@
 "use strict";
-// Tables sort by a click, or Enter, on a head; numbers by their full value, blanks last. Without this they are only not sorted.
+// Tables sort by a click, or Enter, on a head; numbers by their full value, blanks last; a third click restores the first order.
+// Rows of a group stay together, in the groups' first order. Without this they are only not sorted.
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0];
   const heads = [...table.tHead.rows[0].cells];
+  const original = [...body.rows];
+  const group = new Map();
+  for (const row of original) if (!group.has(row.dataset.group)) group.set(row.dataset.group, group.size);
   const key = (row, column) => {
     const cell = row.cells[column];
     if (cell.dataset.value !== undefined) return Number(cell.dataset.value);
@@ -10,20 +14,24 @@ for (const table of document.querySelectorAll("table.sortable")) {
   };
   const sort = (head, column) => {
     const down = head.getAttribute("aria-sort") === "ascending";
+    const restore = head.getAttribute("aria-sort") === "descending";
+    for (const other of heads) other.removeAttribute("aria-sort");
+    if (restore) { body.append(...original); return; }
     const rows = [...body.rows].map((row) => [key(row, column), row]);
-    rows.sort(([a], [b]) => {
+    rows.sort(([a, one], [b, other]) => {
+      const apart = group.get(one.dataset.group) - group.get(other.dataset.group);
+      if (apart) return apart;
       if (a === null || b === null) return (a === null) - (b === null);
       const order = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", {numeric: true});
       return down ? -order : order;
     });
-    for (const other of heads) other.removeAttribute("aria-sort");
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
     body.append(...rows.map(([, row]) => row));
   };
   heads.forEach((head, column) => {
     head.classList.add("sorts");
     head.tabIndex = 0;
-    head.title = "sort by this column";
+    head.title = group.size > 1 ? "sort by this column, within each figure" : "sort by this column";
     head.addEventListener("click", () => sort(head, column));
     head.addEventListener("keydown", (event) => {
       if (event.key === "Enter" || event.key === " ") { event.preventDefault(); sort(head, column); }

@@ -1,0 +1,120 @@
+"""Which files are aggcli's own: what may be replaced by --overwrite and removed by `aggcli runs rm`, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from aggcli.errors import RecordError, some
+from aggcli.records import LAYOUTS, MANIFEST, METRICS, SAMPLES, TENSORBOARD, TIMINGS, TRACKIO, first_free, read_manifest
+
+FIGURES = (
+    "accuracy_by_tokens",
+    "learning_curves",
+    "weight_by_length",
+    "weight_shares",
+    "mode_gradients",
+    "modes_over_steps",
+    "correct_by_rank",
+    "pg_loss_by_rank",
+    "layout_deviation",
+)
+"""Every figure that is drawn, in the order of a report; a file of one is its name and an ending."""
+FIGURE_FORMATS = ("png", "svg", "pdf")
+REPORT = "report.html"
+OWN_FILES = (MANIFEST, METRICS, LAYOUTS, TIMINGS, "checkpoint.safetensors")
+OWN_FOLDERS = {
+    SAMPLES: r"step-\d+\.parquet",
+    "figures": rf"({'|'.join(FIGURES)})\.({'|'.join(FIGURE_FORMATS)})|{re.escape(REPORT)}",
+    TENSORBOARD: r"events\.out\.tfevents\..+",
+    TRACKIO: r".+\.(db(-wal|-shm|-journal)?|lock)",
+}
+"""What a results directory holds besides the run directories that its manifest names: files, and folder -> files in it."""
+_BESIDE = r"(\.tmp|\.before-resume(-\d+)?)?"
+"""How the draft of a file ends, and the backup that a resumed run makes of it."""
+
+
+def check_output(wanted: Path | None, *, overwrite: bool) -> None:
+    """Refuse, before any work, an output that exists and is not empty, unless `overwrite` may replace what a run left there.
+
+    A folder that holds anything aggcli did not write is never replaced. Raises `RecordError`.
+    """
+    if wanted is None:
+        return
+    if not str(wanted).strip() or str(wanted) == ".":
+        raise RecordError(f"--output '{wanted}': must name a folder of its own, such as results/first")
+    try:
+        if not wanted.exists() or (wanted.is_dir() and not any(wanted.iterdir())):
+            return
+        if not overwrite:
+            raise RecordError(f"--output {wanted}: already holds something; choose another folder or give --overwrite")
+        if wanted.is_symlink() or not (wanted / MANIFEST).is_file():
+            raise RecordError(f"--output {wanted}: holds no {MANIFEST}, so it is not a results directory; choose another")
+        need_own(wanted)
+        _, foreign = contents(wanted)
+    except OSError as error:
+        raise RecordError(f"--output {wanted}: cannot be read ({error.strerror or error})") from error
+    if foreign:
+        raise RecordError(
+            f"--output {wanted}: also holds {some(foreign, 3)}, which aggcli did not write; choose another folder"
+        )
+
+
+def figure_file(name: str, ending: str) -> str:
+    """The file name of a figure; one that is not among `FIGURES` would be taken for the user's own and never removed."""
+    assert name in FIGURES, name
+    assert ending in FIGURE_FORMATS, ending
+    return f"{name}.{ending}"
+
+
+def need_own(directory: Path) -> None:
+    """Refuse a directory whose manifest, or that of one of its runs, is not one that aggcli writes. Raises `RecordError`."""
+    runs = [directory / name for name in read_manifest(directory).get("runs", [])]
+    for place in (directory, *(run for run in runs if (run / MANIFEST).exists())):
+        manifest = read_manifest(place)
+        lacking = [name for name in ("kind", "command", "settings") if name not in manifest]
+        if lacking or manifest["kind"] not in ("run", "comparison"):
+            what = f"has no {', '.join(lacking)}" if lacking else f"is of kind {manifest['kind']}"
+            raise RecordError(f"{place}: its {MANIFEST} {what}, so aggcli did not write it; nothing is removed or replaced")
+
+
+def contents(directory: Path) -> tuple[list[Path], list[Path]]:
+    """The files in a results directory that aggcli wrote, and whatever else stands in it; both sorted.
+
+    A link is never aggcli's and is not followed; of a folder that is not aggcli's only the folder itself is named. Raises
+    `RecordError` for a folder without a readable manifest, `OSError` for one that cannot be listed.
+    """
+    runs = [directory / name for name in read_manifest(directory).get("runs", [])]
+    with_records = {directory, *runs}
+    own_folders = with_records | {parent for run in runs for parent in run.parents if directory in parent.parents}
+    own_file = rf"({'|'.join(map(re.escape, OWN_FILES))}){_BESIDE}"
+    own, foreign, folders = [], [], [directory]
+    while folders:
+        folder = folders.pop()
+        files = own_file if folder in with_records else OWN_FOLDERS.get(folder.name)
+        for path in folder.iterdir():
+            if path.is_symlink():
+                foreign.append(path)
+            elif path.is_dir():
+                known = path in own_folders or (folder in with_records and path.name in OWN_FOLDERS)
+                (folders if known else foreign).append(path)
+            else:
+                (own if files and re.fullmatch(files, path.name) else foreign).append(path)
+    return sorted(own), sorted(foreign)
+
+
+def fresh_directory(wanted: Path | None, default_name: str, *, overwrite: bool) -> Path:
+    """A results directory that nothing else has written into, made now; see `check_output` for what is refused.
+
+    Without `wanted`: `results/<default_name>`, or the first free `results/<default_name>-2`, `-3`, ... Raises `RecordError`.
+    """
+    path = wanted if wanted is not None else first_free(Path("results"), default_name)
+    check_output(wanted, overwrite=overwrite)
+    try:
+        if path.exists() and any(path.iterdir()):
+            shutil.rmtree(path)
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecordError(f"--output {path}: cannot be written ({error.strerror or error})") from error
+    return path
