@@ -126,3 +126,7 @@ CORRECT: dict[str, Callable[..., Any]] = {
     "flat callable object": Constant(1000.0),
 }
 flat_constant = CORRECT["flat callable object"]
+
+
+def that_raises(loss: Tensor, mask: Tensor) -> Tensor:
+    raise ValueError("boom")

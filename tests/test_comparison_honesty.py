@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -17,6 +18,8 @@ from aggcli.analysis.outcomes import compare
 from aggcli.analysis.verdict import verdict
 from aggcli.cli.results import compare_results
 from aggcli.errors import RecordError
+from aggcli.report.comparison_rows import Row
+from aggcli.report.comparison_tables import caption, text_table
 from aggcli.report.findings import find
 from tests.cli import aggcli, refused
 from tests.test_results import comparison, printed, step, write_run
@@ -149,7 +152,7 @@ def test_a_pairs_two_means_at_its_own_range_stand_with_the_difference_in_every_f
     assert (row["compared_from"], row["compared_until"], row["pairs"]) == (550, 550, 3)
     out, _ = printed(capsys, runs, fit=False, window=0)
     lines = out.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("accuracy at equal tokens"))
+    at = next(i for i, line in enumerate(lines) if line.startswith("accuracy in training rollouts, equal tokens"))
     assert [line.strip() for line in lines[at + 1 : at + 6] if "at 550 tokens" in line][-1] == "0.841 - 0.621, at 550 tokens"
     assert "own two means" in flowing(out)
     assert max(map(len, lines)) <= 80
@@ -170,7 +173,7 @@ def test_where_the_means_are_the_pairs_own_they_are_not_repeated(tmp_path: Path,
 
 def test_an_arms_own_range_is_told_where_arms_differ_in_it(tmp_path: Path, capsys) -> None:
     out, _ = printed(capsys, crossing(tmp_path), fit=False)
-    block = out[out.index("accuracy at equal tokens") :].split("\n\n")[0]
+    block = out[out.index("accuracy in training rollouts, equal tokens") :].split("\n\n")[0]
     assert "mean from 990 to 1,100 tokens" in block
     assert "mean from 495 to 550 tokens" in block
 
@@ -220,18 +223,18 @@ def headings(window: float, lengths: Sequence[int] = (40, 40)) -> list[str]:
 
 
 def test_a_heading_says_what_part_of_the_steps_and_tokens_it_is_the_mean_of() -> None:
-    rollouts = "accuracy in the training rollouts"
+    rollouts = "accuracy in training rollouts"
     assert headings(0.1) == [
-        f"at equal steps, {rollouts}, mean of the last 10 % of the steps, 36 to 39",
-        f"at equal tokens, {rollouts}, mean over the last 10 % of the tokens up to 390",
+        f"{rollouts}, equal steps, mean of the last 10 % of the steps, 36 to 39",
+        f"{rollouts}, equal tokens, mean over the last 10 % of the tokens up to 390",
     ]
     assert headings(1) == [
-        f"at equal steps, {rollouts}, mean of all steps, 0 to 39",
-        f"at equal tokens, {rollouts}, mean over all of the 390 tokens",
+        f"{rollouts}, equal steps, mean of all steps, 0 to 39",
+        f"{rollouts}, equal tokens, mean over all of the 390 tokens",
     ]
     assert headings(0) == [
-        f"at equal steps, {rollouts} of step 39",
-        f"at equal tokens, {rollouts} at 390 tokens",
+        f"{rollouts}, equal steps, step 39",
+        f"{rollouts}, equal tokens, at 390 tokens",
     ]
 
 
@@ -268,3 +271,57 @@ def test_with_directories_options_of_a_run_are_refused(tmp_path: Path, capsys, a
     line = refused(aggcli(capsys, "compare", *runs, *arguments))
     flag = arguments[0].replace("--no-", "--")
     assert f"{flag}: nothing is run when results directories are compared; leave it out" in line
+
+
+# -- how a table reads -----------------------------------------------------------------------------------------------------
+
+
+def test_numbers_stay_in_their_column_below_a_name_that_is_too_long_for_a_line(tmp_path: Path, capsys) -> None:
+    name = "verl-legacy:token-mean"
+    lines = printed(capsys, comparison(tmp_path, {"constant": [50, 51], name: [60, 62]}), fit=False)[0].splitlines()
+    at = lines.index(f"  {name}")
+    columns = {line.index("[") for line in lines[at - 1 : at + 3] if "[" in line}
+    assert columns == {33}
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_wide_rows_numbers_stay_in_their_column_and_its_evidence_goes_below() -> None:
+    own = Row("curve/exponent_ratio", "B", "", None, "A = 0.9251", "constant", 4, 1.027, 0.1, 0.9085, 1.162, None)
+    row = dataclasses.replace(own, p=0.0034, p_holm=0.0034, sign_flip_p=0.12, sign_flip_floor=0.12)
+    other = dataclasses.replace(row, mode="token_mean", where="A = 0.93")
+    assert text_table([row, other], 4, "").plain.splitlines()[1:3] == [
+        "  constant                1.027  [0.9085, 1.162]       n = 4,",
+        "                        p 0.0034, sign-flip 0.12, A = 0.9251",
+    ]
+
+
+def test_geometric_means_and_the_level_to_reach_are_said_where_they_are_shown() -> None:
+    asymptote = Row("curve/asymptote", "A", "", None, "", "a", 2, 0.9, 0.1, 0.8, 1.0, None)
+    exponent = dataclasses.replace(asymptote, figure="curve/exponent")
+    level = dataclasses.replace(asymptote, figure="tokens_to_accuracy", head="tokens to accuracy 0.84")
+    said = "Of B: geometric mean, and interval on the log scale."
+    assert said in caption([asymptote, exponent], 4)
+    assert "geometric" not in caption([asymptote], 4)
+    assert "Accuracy" not in caption([asymptote], 4)
+    assert "Accuracy 0.84: nine tenths of the baseline's own way" in caption([level], 4)
+    assert "Accuracy 0.84: as given with --reach." in caption([level], 4, reach=0.84)
+
+
+@pytest.mark.parametrize("kind", ["table", "md", "latex"])
+def test_a_difference_that_is_the_same_in_all_seeds_says_so_in_place_of_its_interval(tmp_path: Path, capsys, kind) -> None:
+    runs = [trained(tmp_path, mode, seed, 12) for mode in ("constant", "token_mean") for seed in range(2)]
+    out = printed(capsys, runs, fit=False, format=kind)[0]
+    said = {"table": "+0  in all 2 seeds ", "md": "| +0 | in all 2 seeds |", "latex": "& +0 & in all 2 seeds &"}
+    assert said[kind] in out
+
+
+def test_runs_that_were_stopped_or_have_fewer_steps_than_planned_are_named_by_four(tmp_path: Path, capsys) -> None:
+    settings = {"settings": {"steps": 40}}
+    runs = [write_run(tmp_path / "whole", "constant", 0, [step(at) for at in range(40)], **settings)]
+    runs += [
+        write_run(tmp_path / str(seed), "token_mean", seed, [step(at) for at in range(8)], status="running", **settings)
+        for seed in range(6)
+    ]
+    first = "; ".join(f"token_mean, seed {seed}: 8 of 40 steps (running)" for seed in range(4))
+    assert f"not done, or of fewer recorded steps than planned: {first}; and 2 more" in printed(capsys, runs, fit=False)[1]
+    assert "not done" not in printed(capsys, runs[:1], fit=False)[1]

@@ -14,6 +14,7 @@ import pytest
 
 from aggcli.analysis.frames import read_frames
 from aggcli.cli.plot import plot
+from aggcli.cli.results import compare_results
 from aggcli.records import read_lines
 from aggcli.report.figures import all_figures
 from aggcli.report.findings import find
@@ -21,7 +22,7 @@ from aggcli.report.page import page as page_of
 from aggcli.report.verdicts import question
 from tests.test_plot import write_comparison, write_lines, write_run
 
-VOID = {"meta", "link", "br", "hr", "img"}
+VOID = {"meta", "link", "br", "hr", "img", "wbr"}
 CORRECT = {"sample_mean": (60, 62, 70), "token_mean": (60, 64, 68)}
 """Correct samples of 100 at the last step, a seed each: means 0.64 and 0.64, differences 0, +0.02, -0.02."""
 
@@ -137,7 +138,9 @@ def test_every_mean_of_a_replay_on_the_page_is_the_mean_of_the_records(tmp_path:
 
 def test_the_comparison_of_trained_runs_has_the_means_differences_and_intervals_of_the_seeds(tmp_path: Path) -> None:
     page = Page(report(write_trained(tmp_path / "c")))
-    one, other = [row for row in page.table("The comparison") if row["figure"][0].startswith("accuracy at equal steps")]
+    one, other = [
+        row for row in page.table("The comparison") if row["figure"][0].startswith("accuracy in training rollouts, equal steps")
+    ]
     assert float(one["mean"][1] or "nan") == pytest.approx(0.64)
     assert one["difference"] == ("", None)
     assert float(other["difference"][1] or "nan") == pytest.approx(0, abs=1e-12)
@@ -152,7 +155,7 @@ def test_the_comparison_of_trained_runs_has_the_means_differences_and_intervals_
 def test_the_verdict_says_that_nothing_is_shown_and_never_ranks_by_pg_loss(tmp_path: Path) -> None:
     text = Page(report(write_trained(tmp_path / "c"))).text
     assert "No difference in accuracy is shown between sample_mean and token_mean, at equal steps or at equal tokens." in text
-    assert "At equal steps, accuracy in the training rollouts of step 9, against sample_mean (Holm over the 2 pairs" in text
+    assert "Accuracy in training rollouts, equal steps, step 9, against sample_mean (Holm over the 2 pairs" in text
     assert "token_mean: no difference shown, +" in text
     assert "Holm p = 1, sign-flip p = 1 (floor 0.25), 3 seeds" in text
     assert "the sign-flip p cannot fall below 0.25" in text
@@ -228,7 +231,7 @@ def test_differences_are_signed_and_sorting_keeps_the_figures_apart(tmp_path: Pa
     source = report(write_trained(tmp_path / "c", seeds=4))
     page = Page(source)
     rows = page.table("The comparison")
-    _, other = [row for row in rows if row["figure"][0].startswith("accuracy at equal steps")]
+    _, other = [row for row in rows if row["figure"][0].startswith("accuracy in training rollouts, equal steps")]
     assert re.fullmatch(r"\+0\.\d{3}\[\+0\.\d{3}, \+0\.\d{3}\]", other["difference"][0])
     assert other["IQM"][0] == "0.825"  # the middle half of 0.8, 0.82, 0.83, 0.9
     assert "IQM" in next(label for label in page.tables if label.startswith("The comparison"))
@@ -239,6 +242,50 @@ def test_three_seeds_have_no_interquartile_mean_and_no_word_of_it(tmp_path: Path
     page = Page(report(write_trained(tmp_path / "c")))
     assert "IQM" not in page.table("The comparison")[0]
     assert "IQM" not in page.text
+
+
+def test_the_figures_after_training_have_units_and_a_directory_only_among_several(tmp_path: Path) -> None:
+    comparison = write_trained(tmp_path / "c")
+    written = json.loads((comparison / "manifest.json").read_text(encoding="utf-8"))
+    figure = {"n": 3, "mean": 0.5, "low": 0.4, "high": 0.6}
+    modes = {"sample_mean": {"accuracy": figure, "response_length": figure}}
+    written["final"] = {"baseline": "sample_mean", "modes": modes}
+    (comparison / "manifest.json").write_text(json.dumps(written), encoding="utf-8")
+    page = Page(report(comparison))
+    assert [row["figure"][0] for row in page.table("After training")] == ["accuracy, share", "response_length, tokens"]
+    (label,) = [label for label in page.tables if label.startswith("After training")]
+    assert label.endswith("difference to sample_mean")
+    several = Page(report(comparison, write_run(tmp_path / "run", samples=False)))
+    assert any(label.startswith(f"After training of {comparison}, ") for label in several.tables)
+
+
+def test_tokens_to_half_of_the_gain_are_response_tokens_as_in_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [
+        {
+            "rollout_step": step,
+            "response_tokens": 100,
+            "correct/count": (count := round(1000 * (0.1 + 0.7 / (1 + (7 / max(step, 1e-9)) ** 3)))),
+            "incorrect/count": 1000 - count,
+        }
+        for step in range(30)
+    ]
+    runs = [write_run(tmp_path / mode, mode, steps, samples=False) for mode in ("sample_mean", "token_mean")]
+    for mode, directory in zip(("sample_mean", "token_mean"), runs, strict=True):
+        manifest = {"schema": 1, "mode": mode, "seed": 0, "settings": {}, "status": "done"}
+        (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    compare_results(runs, format="json", fit=True)
+    assert "response tokens to half of the gain" in capsys.readouterr().out
+    heads = [row["figure"][0] for row in Page(report(*runs)).table("The comparison")]
+    assert any(head.startswith("response tokens to half of the gain") for head in heads)
+
+
+def test_captions_of_the_layouts_do_not_promise_one_sum_and_names_break_at_their_joints(tmp_path: Path) -> None:
+    source = report(write_comparison(tmp_path / "c"))
+    assert "and whether the sum is the same in every layout" in source
+    assert "the same number down a column, unless the rule varies with the layout" in source
+    assert "<td>weight_<wbr>share/<wbr>length_<wbr>p25</td>" in source
 
 
 def test_of_many_modes_the_heading_names_four(tmp_path: Path) -> None:
@@ -310,7 +357,12 @@ frame.onload = () => {{
   const groups = [...compared.tBodies[0].rows].map((row) => row.dataset.group);
   const whole = page.documentElement;
   const svg = page.querySelectorAll("figure svg").length;
-  const told = {{scroll: whole.scrollWidth, client: whole.clientWidth, svg, up, down, restored, first, groups}};
+  const hints = [...page.querySelectorAll(".scroll")].every((box) => {{
+    const hint = (box.closest("figure") ?? box.previousElementSibling).querySelector(".swipe");
+    return (hint.getClientRects().length > 0) === (box.scrollWidth > box.clientWidth && {width} <= 640);
+  }});
+  const cut = [...page.querySelectorAll("table")].filter((table) => table.offsetWidth > table.parentElement.clientWidth).length;
+  const told = {{hints, cut, scroll: whole.scrollWidth, client: whole.clientWidth, svg, up, down, restored, first, groups}};
   document.getElementById("told").textContent = JSON.stringify(told);
 }};
 frame.srcdoc = {source};
@@ -351,6 +403,8 @@ def test_chromium_shows_it_without_errors_and_without_scrolling_sideways(tmp_pat
     assert told["scroll"] <= told["client"] == width
     assert told["svg"] == 5
     assert told["restored"]
+    assert told["hints"]
+    assert told["cut"] > 0 or width > 640
     assert told["first"] <= 0.4 * 390 or width > 640
     assert len([a for a, b in zip(told["groups"], [None, *told["groups"]], strict=False) if a != b]) == len(set(told["groups"]))
     assert told["up"] == sorted(told["up"], key=lambda text: float(text.replace(",", "") or "inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -220,3 +221,16 @@ def test_the_findings_are_printed_with_the_reducer(capsys: pytest.CaptureFixture
     assert main(["audit", "--reducer", "tests.reducers:mean_of_rank_means", "--rules", "verl:token-mean"]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "fault: mean of rank means: on ranks (0,1) and (2,3) the samples weigh 1.333, 1.333, 0.8, 0.8" in words
+
+
+def test_a_reducer_that_raises_is_not_computed_and_nothing_else_is_said_of_its_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["audit", "--reducer", "tests.reducers:that_raises", "--rules", "token_mean", "--json", "--no-search"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    report = found["steps"][0]["rules"]["tests.reducers:that_raises"]
+    assert (report["verdict"], report["reason"]) == ("not computed", "it raises ValueError: boom")
+    assert found["steps"][0]["baseline"] == "token_mean"
+    assert [(f["kind"], f["text"]) for f in found["reducers"]["tests.reducers:that_raises"]] == [("fails", "ValueError: boom")]
+    assert main(["audit", "--reducer", "tests.reducers:that_raises", "--fail-on-variance", "1e-9", "--no-search"]) == 1
+    assert "0/0" not in capsys.readouterr().out

@@ -214,6 +214,51 @@ def test_modes_whose_curves_coincide_in_every_panel_say_so_in_the_legend(tmp_pat
     assert "a = b: the lines of a are those of b in every panel" in " ".join(words(figure).split())
 
 
+def test_modes_whose_points_coincide_say_so_beside_the_accuracy(tmp_path: Path) -> None:
+    runs = [write_arm(tmp_path / name, f"lib:{name}", (0.1, 0.2)) for name in ("a", "b", "c")]
+    lines = (runs[1] / "metrics.jsonl").read_text(encoding="utf-8")
+    (runs[1] / "metrics.jsonl").write_text(lines.replace('"correct/count": 6', '"correct/count": 9'), encoding="utf-8")
+    found = find(read_frames(runs))
+    said = " ".join(words(accuracy_by_tokens(found.trained, found.fitted)).split())
+    assert "lib:c = lib:a: mean of 1 run" in said
+    assert "lib:b: mean of 1 run" in said
+    assert "a = b: the dots and the line of a are those of b" in said
+
+
+@pytest.mark.parametrize(
+    ("modes", "seeds", "bands", "said"),
+    [
+        (2, 2, 0, "no bands below 3 seeds"),
+        (2, 3, 2, "band: 95 % Student-t interval"),
+        (5, 3, 0, "no bands with more than 4 modes"),
+    ],
+)
+def test_bands_need_three_seeds_and_at_most_four_modes(tmp_path: Path, modes: int, seeds: int, bands: int, said: str) -> None:
+    runs = [
+        write_arm(tmp_path / f"{mode}-{seed}", f"lib:rule-{mode}", (0.1, 0.2 + mode / 10 + seed / 50), seed)
+        for mode in range(modes)
+        for seed in range(seeds)
+    ]
+    figure = curves(*runs)
+    assert len(figure.axes[0].collections) == bands
+    assert said in " ".join(words(figure).split())
+
+
+def test_eight_modes_have_their_correct_samples_drawn_and_the_ninth_is_named(tmp_path: Path) -> None:
+    runs = []
+    for nth in range(9):
+        for seed in (0, 1):
+            runs.append(write_arm(tmp_path / f"r{nth}-{seed}", f"lib:rule-{nth}", (0.1, 0.2), seed))
+            one = {**layout(1, "sample_mean", "dp4:balanced"), "correct/count": nth + seed}
+            for rank in one["ranks"]:
+                rank.update({"correct/count": nth})
+            write_lines(runs[-1] / "layouts.jsonl", [one])
+    figure = correct_by_rank(read_frames(runs))
+    assert len(figure.axes) == 8
+    said = " ".join(words(figure).split())
+    assert "8 of 18 runs are shown, the first of each mode before the second of any, and none of lib:rule-8" in said
+
+
 def test_every_mode_has_a_panel_before_any_has_a_second(tmp_path: Path) -> None:
     modes = ("sample_mean", "prompt_mean", "token_mean", "constant")
     runs = [

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from aggcli.analysis.histories import read_histories, read_history
-from aggcli.analysis.settings import differences, labelled, warnings, without_duplicates
+from aggcli.analysis.settings import arm_labels, differences, labelled, warnings, without_duplicates
 from aggcli.cli.results import compare_results
 from aggcli.errors import RecordError, SettingError
 
@@ -148,6 +148,21 @@ def test_one_mode_under_two_settings_is_two_arms_named_by_what_differs(tmp_path:
     assert warning.startswith("more than the mode differs, so a difference may come from it: lr: ")
 
 
+def test_arms_of_many_differing_settings_are_named_by_three_and_stay_distinct(tmp_path: Path):
+    few = [arm_labels([("constant", {f"s{i}": at * (i < 5) for i in range(9)}) for at in range(n)]) for n in (1, 3)]
+    assert few[0] == ["constant"]
+    assert few[1][1] == "constant (s0=1, s1=1, s2=1 and 2 others)"
+    bits = [("constant", {f"s{i}": at >> i & 1 for i in range(4)}) for at in range(16)]
+    assert len(set(arm_labels(bits))) == 16
+    assert arm_labels(bits)[0] == "constant (s0=0, s1=0, s2=0 and 1 other, no. 1)"
+    runs, _ = read_histories(
+        [write_run(tmp_path / str(at), "constant", 0, [step(0)], settings={f"s{i}": at for i in range(30)}) for at in range(12)]
+    )
+    (warning,) = warnings(differences(labelled(runs)))
+    assert warning.endswith(" and 27 others")
+    assert len(warning) < 1000
+
+
 def test_versions_warn_and_two_divisors_of_constant_differ(tmp_path: Path):
     runs, _ = read_histories(
         [
@@ -219,7 +234,7 @@ def test_the_table_fits_80_columns_and_shows_arrows_intervals_differences_and_th
     out, said = printed(capsys, runs)
     assert max(map(len, out.splitlines())) <= 80
     for text in (
-        "accuracy at equal steps ↑",
+        "accuracy in training rollouts, equal steps ↑",
         "minus sample_mean",
         "sign-flip",
         "cannot fall below 0.12",
@@ -243,7 +258,7 @@ def test_precision_sorting_and_only_changed_rows(tmp_path: Path, capsys: pytest.
     assert "tokens" not in {row["figure"] for row in found["figures"]}  # all took as many
     assert found["baseline"] == "sample_mean"
     md, _ = printed(capsys, runs, format="md", precision=2, fit=False)
-    assert "| accuracy at equal steps ↑, share | prompt_mean | 2 | 0.62 |" in md
+    assert "| accuracy in training rollouts, equal steps ↑, share | prompt_mean | 2 | 0.62 |" in md
     latex, _ = printed(capsys, runs, format="latex", fit=False)
     assert r"sample\_mean" in latex
     assert r"$\uparrow$" in latex

@@ -36,7 +36,7 @@ def test_the_verdict_is_a_headline_and_a_list_in_every_format(tmp_path: Path, ca
     runs = comparison(tmp_path, {"sample_mean": [50, 51, 50], "prompt_mean": [60, 62, 61], "constant": [50, 50, 53]})
     headline = "Accuracy is higher under prompt_mean than under sample_mean, at equal steps and at equal tokens."
     corrected = "(Holm over the 4 pairs of both lists)"
-    heading = f"At equal steps, accuracy in the training rollouts of step 11, against sample_mean {corrected}:"
+    heading = f"Accuracy in training rollouts, equal steps, step 11, against sample_mean {corrected}:"
     found = json.loads(printed(capsys, runs, format="json", fit=False)[0])["verdict"]
     assert found["headline"] == headline
     assert [(line["axis"], line["mode"], line["word"]) for line in found["lines"]] == [
@@ -110,7 +110,9 @@ def test_evaluations_of_the_manifests_are_rows_paired_by_seed_and_the_verdict_at
     assert set(rows(found, "correct/response_length_on_fresh_prompts")) == {"sample_mean", "token_mean"}
     assert rows(found, "accuracy")["token_mean"]["difference"] == pytest.approx(0)  # the rollouts stay in the table
     by_steps, by_tokens = found["verdict"]["lines"]
-    assert by_steps["heading"].startswith("at equal steps, accuracy on fresh prompts after step 9, against sample_mean (Holm")
+    assert by_steps["heading"].startswith(
+        "at equal steps, accuracy on fresh prompts (end), after step 9, against sample_mean (Holm"
+    )
     assert (by_steps["word"], by_tokens["word"]) == ("higher", "no difference shown")
     assert by_tokens["heading"].endswith(
         "last 10 % of the tokens up to 900, against sample_mean (Holm over the 2 pairs of both lists)"
@@ -136,7 +138,7 @@ def test_policies_that_were_trained_for_different_numbers_of_steps_are_not_paire
         ("after step 9", None),
         ("after step 19", None),
     ]
-    assert found["verdict"]["lines"][0]["heading"].startswith("at equal steps, accuracy in the training rollouts of step 9,")
+    assert found["verdict"]["lines"][0]["heading"].startswith("accuracy in training rollouts, equal steps, step 9,")
     assert (
         "token_mean was trained for 20 steps and sample_mean for 10, so the policies they ended with are not compared"
         in (found["notes"])
@@ -196,7 +198,7 @@ def test_replays_of_the_same_rollouts_have_no_verdict_on_accuracy_but_weights_an
         out, said = printed(capsys, runs, format=kind)
         assert SAID in " ".join(out.replace("%", "").split())
         assert "no difference" not in out + said
-        assert "accuracy at equal steps" not in out
+        assert "accuracy in training rollouts" not in out
         assert "one seed" not in (out + said).lower()
         assert "no curve is fitted" not in said
     table = printed(capsys, runs)[0].splitlines()

@@ -110,7 +110,7 @@ def test_one_seed_is_said_and_shows_no_difference():
     assert not said.rankings[0].shown
     assert said.headline == "One seed: no interval and no test, so no difference in accuracy can be shown between a and b."
     assert said.lists[0] == (
-        "at equal steps, accuracy in the training rollouts of step 1, against a",
+        "accuracy in training rollouts, equal steps, step 1, against a",
         ("b: no difference shown, -0.7; one seed: no interval and no test",),
     )
 
@@ -123,8 +123,8 @@ def test_a_line_names_the_word_size_interval_both_p_values_the_floor_and_the_see
     # t = 16, so p = 1 - 16/sqrt(258), and twice that for two pairs
     both = "(Holm over the 2 pairs of both lists)"
     assert found.lists == [
-        (f"at equal steps, accuracy in the training rollouts of step 1, against a {both}", (line,)),
-        (f"at equal tokens, accuracy in the training rollouts at 10 tokens, against a {both}", (line,)),
+        (f"accuracy in training rollouts, equal steps, step 1, against a {both}", (line,)),
+        (f"accuracy in training rollouts, equal tokens, at 10 tokens, against a {both}", (line,)),
     ]
 
 
@@ -185,7 +185,7 @@ def test_fresh_prompts_decide_at_equal_steps_and_the_rollouts_stand_beside_them(
     by_steps, by_tokens = verdict(found).rankings
     assert by_steps.figure == "accuracy_on_fresh_prompts"
     both = "(Holm over the 2 pairs of both lists)"
-    assert by_steps.heading == f"at equal steps, accuracy on fresh prompts after step 3, against a {both}"
+    assert by_steps.heading == f"at equal steps, accuracy on fresh prompts (end), after step 3, against a {both}"
     assert by_steps.standings[0].difference is not None
     assert by_steps.standings[0].difference.mean == pytest.approx(0.31 / 3)  # 0.1, 0.1, 0.11
     assert (by_steps.standings[0].word, by_tokens.standings[0].word) == ("higher", "baseline")
@@ -212,7 +212,7 @@ def test_the_steps_of_a_run_are_its_setting_where_a_silent_last_step_left_no_lin
     runs, ends = evaluated(steps={"b": 3})
     given = [dataclasses.replace(one, settings={"steps": 4}) for one in runs]
     heading = verdict(compare(given, ends=ends)).rankings[0].heading
-    assert heading.startswith("at equal steps, accuracy on fresh prompts after step 3, against a (")
+    assert heading.startswith("at equal steps, accuracy on fresh prompts (end), after step 3, against a (")
 
 
 def test_an_unknown_baseline_is_refused_and_named():

@@ -1,4 +1,4 @@
-"""Runs that diverged: which, when, and what a comparison must say before anything else."""
+"""Runs that ended early: those that diverged, which a comparison must say before anything else, and those that were stopped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from aggcli.analysis.histories import History, when_diverged
 from aggcli.errors import some
 from aggcli.measurement.words import listed, plural
 from aggcli.records import read_manifest
+
+_MOST = 4
+"""Unfinished runs that a note names."""
 
 
 @dataclass(frozen=True)
@@ -51,3 +54,20 @@ def in_words(found: Sequence[Diverged], runs: Mapping[str, int]) -> str:
         said.append(f"{len(own)} of {plural(total, 'run')} of {label} diverged, at {at} {named}")
     having = "that all runs have" if all(one.recorded for one in found) else "that all runs with a recorded step have"
     return f"{'; '.join(said)}; the figures are of the steps {having}."
+
+
+def unfinished(runs: Sequence[History]) -> list[str]:
+    """A note on the runs that were stopped, or are running: `token_mean, seed 1: 8 of 40 steps (running)`.
+
+    What diverged is left to `diverged_of`, and so is the plan of a replay, whose steps are those of the dump.
+    """
+    said = []
+    for run in runs:
+        trained, planned = int(run.steps[-1]) + 1, None if run.settings.get("rollouts") else run.settings.get("steps")
+        short = isinstance(planned, int) and trained < planned
+        if run.diverged or not (short or run.status not in ("done", "")):
+            continue
+        steps = f"{trained} of {plural(planned, 'step')}" if isinstance(planned, int) else plural(trained, "step")
+        said.append(f"{run.label}, seed {run.seed}: {steps}" + (f" ({run.status})" if run.status else ""))
+    more = f"; and {len(said) - _MOST} more" if len(said) > _MOST else ""
+    return [f"not done, or of fewer recorded steps than planned: {'; '.join(said[:_MOST])}{more}"] if said else []

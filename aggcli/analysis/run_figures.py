@@ -40,12 +40,26 @@ class Figure:
 FIGURES = {
     figure.name: figure
     for figure in (
-        Figure("accuracy", "accuracy at equal steps", "share", "accuracy", better="higher"),
-        Figure("accuracy_at_equal_tokens", "accuracy at equal tokens", "share", "accuracy", "tokens", "higher"),
+        Figure("accuracy", "accuracy in training rollouts, equal steps", "share", "accuracy", better="higher"),
+        Figure(
+            "accuracy_at_equal_tokens",
+            "accuracy in training rollouts, equal tokens",
+            "share",
+            "accuracy",
+            "tokens",
+            "higher",
+        ),
         Figure("accuracy_on_fresh_prompts", "accuracy on fresh prompts (end)", "share", "fresh/accuracy", "end", "higher"),
         Figure("tokens_to_accuracy", "tokens to accuracy", "tokens", "accuracy", None, "lower"),
-        Figure("raw_reward", "raw reward at equal steps", "reward", "raw_reward", better="higher"),
-        Figure("raw_reward_at_equal_tokens", "raw reward at equal tokens", "reward", "raw_reward", "tokens", "higher"),
+        Figure("raw_reward", "raw reward in training rollouts, equal steps", "reward", "raw_reward", better="higher"),
+        Figure(
+            "raw_reward_at_equal_tokens",
+            "raw reward in training rollouts, equal tokens",
+            "reward",
+            "raw_reward",
+            "tokens",
+            "higher",
+        ),
         Figure("response_length", "response length", "tokens", "response_length"),
         Figure("correct/response_length", "length of correct responses", "tokens", "correct/response_length"),
         Figure("incorrect/response_length", "length of wrong responses", "tokens", "incorrect/response_length"),

@@ -21,7 +21,10 @@ _OF_ONE_MODE = {"loss_aggregation_divisor": "constant", "prompt_mean_scale": "pr
 """Settings that only one mode reads; they are compared between the runs of that mode alone."""
 _NOT_IDENTITY = frozenset({"steps", "device", "config"})
 """Settings that say how long or where a run went: runs that differ in them only are still of one arm."""
-
+MOST_SHOWN = 3
+"""Differing settings that a label or a note names; the rest are counted."""
+_ROOM = 160
+"""Characters that the labels of one value may take in a note."""
 
 Kind = Literal["setting", "provenance"]
 
@@ -37,7 +40,9 @@ class SettingDifference:
     @property
     def text(self) -> str:
         """`lr: 0.001 in sample_mean; 0.0003 in constant`."""
-        return f"{self.name}: " + "; ".join(f"{value} in {some(labels, 4)}" for value, labels in self.values.items())
+        told = [f"{value} in {some(labels, _most(labels))}" for value, labels in self.values.items()]
+        more = f"; and {plural(len(told) - 4, 'other value')}" if len(told) > 4 else ""
+        return f"{self.name}: {'; '.join(told[:4])}{more}"
 
 
 def effective_settings(mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,10 +70,29 @@ def arm_labels(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         same = [at for at, (own, _) in enumerate(runs) if own == mode]
         names = sorted(set().union(*(identity[at] for at in same)))
         differing = [name for name in names if len({identity[at].get(name) for at in same}) > 1]
+        arms = list(dict.fromkeys(tuple(identity[at].get(name) for name in differing) for at in same))
+        of_arm = dict(zip(arms, _arm_names(mode, differing, arms), strict=True))
         for at in same:
-            shown = ", ".join(f"{name}={_short(identity[at].get(name))}" for name in differing)
-            labels[at] = f"{mode} ({shown})" if shown else mode
+            labels[at] = of_arm[tuple(identity[at].get(name) for name in differing)]
     return labels
+
+
+def _arm_names(mode: str, differing: Sequence[str], arms: Sequence[tuple[Any, ...]]) -> list[str]:
+    """A name for each of a mode's arms, given as their values of `differing`: `MOST_SHOWN` settings, those that tell most arms
+    apart, and a running number where these do not tell all of them apart.
+    """
+    if not differing:
+        return [mode] * len(arms)
+    chosen: list[int] = []
+    while len(chosen) < min(MOST_SHOWN, len(differing)):
+        left = [at for at in range(len(differing)) if at not in chosen]
+        chosen.append(max(left, key=lambda at: len({tuple(_short(arm[i]) for i in (*chosen, at)) for arm in arms})))
+    more = _others(len(differing) - len(chosen))
+    names = [", ".join(f"{differing[i]}={_short(arm[i])}" for i in sorted(chosen)) + more for arm in arms]
+    numbered = [
+        f"{name}, no. {names[: at + 1].count(name)}" if names.count(name) > 1 else name for at, name in enumerate(names)
+    ]
+    return [f"{mode} ({name})" for name in numbered]
 
 
 def without_duplicates(runs: Sequence[History]) -> tuple[list[History], list[str]]:
@@ -118,10 +142,23 @@ def warnings(found: Sequence[SettingDifference]) -> list[str]:
     provenance = [one for one in found if one.kind == "provenance"]
     said = []
     if settings:
-        said.append("more than the mode differs, so a difference may come from it: " + " | ".join(one.text for one in settings))
+        said.append("more than the mode differs, so a difference may come from it: " + _told(settings))
     if provenance:
-        said.append("recorded by different versions or on different devices: " + " | ".join(one.text for one in provenance))
+        said.append("recorded by different versions or on different devices: " + _told(provenance))
     return said
+
+
+def _told(found: Sequence[SettingDifference]) -> str:
+    return " | ".join(one.text for one in found[:MOST_SHOWN]) + _others(len(found) - MOST_SHOWN)
+
+
+def _others(count: int) -> str:
+    return f" and {plural(count, 'other')}" if count > 0 else ""
+
+
+def _most(labels: Sequence[str]) -> int:
+    """How many of these labels a note names: up to 4, and only the first of long ones."""
+    return 4 if sum(map(len, labels[:4])) <= _ROOM else 1
 
 
 def _identity(mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:

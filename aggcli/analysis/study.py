@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aggcli.analysis.divergence import Diverged, diverged_of, in_words
+from aggcli.analysis.divergence import Diverged, diverged_of, in_words, unfinished
 from aggcli.analysis.evaluations import evaluations_of
 from aggcli.analysis.histories import History
 from aggcli.analysis.outcomes import Comparison, compare
@@ -62,6 +62,7 @@ def study(
     runs, recorded, notes = compared_runs(read)
     gone = tuple(diverged_of(runs, silent))
     notes += [one.text for one in gone]
+    notes += unfinished(runs)
     if recorded:
         comparison = compare_recorded(runs, baseline)
         found = _said_first(recorded_verdict(comparison, runs), runs, gone)

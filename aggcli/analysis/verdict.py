@@ -55,8 +55,8 @@ class Standing:
 class Ranking:
     """Modes by their paired difference to the baseline (which is 0), best first. `shown`: whether any difference is.
 
-    `figure`: the figure of the comparison that it is by; `heading`: what that is and where it is taken. Each pair is taken
-    where its own runs are equal: at its last common steps, or at the most tokens that all of its runs saw.
+    `figure`: the figure of the comparison that it is by; `heading`: that figure as the table names it, and where it is taken.
+    Each pair is taken where its own runs are equal: at its last common steps, or at the most tokens that all of its runs saw.
     """
 
     axis: Literal["steps", "tokens"]
@@ -98,7 +98,7 @@ def verdict(comparison: Comparison) -> Verdict:
     )
     axes = tuple((axis, figure) for axis, figure in axes if figure in comparison.outcomes)
     p_holm = _corrected(comparison, [figure for _, figure in axes])
-    rankings = tuple(_ranking(comparison, measure, axis, figure, p_holm) for axis, figure in axes)
+    rankings = tuple(_ranking(comparison, axis, figure, p_holm) for axis, figure in axes)
     return Verdict(_headline(_MEASURES[measure], rankings), rankings, pairs=_tested(p_holm))
 
 
@@ -132,7 +132,6 @@ def _seeds(outcome: Outcome) -> int:
 
 def _ranking(
     comparison: Comparison,
-    measure: str,
     axis: Literal["steps", "tokens"],
     figure: str,
     p_holm: Mapping[tuple[str, str], float | None],
@@ -143,7 +142,9 @@ def _ranking(
     shown = any(one.word in ("higher", "lower") for one in found)
     pairs, both = _tested(p_holm), len({figure for figure, _ in p_holm}) > 1
     corrected = f" (Holm over the {pairs} pairs{' of both lists' if both else ''})" if pairs > 1 else ""
-    heading = f"at equal {axis}, {_MEASURES[measure]} {_where(found, comparison.window)}, against {baseline}{corrected}"
+    head, equal = comparison.figures[figure].head, f"equal {axis}"
+    named = head if head.endswith(equal) else f"at {equal}, {head}"
+    heading = f"{named}{_where(found, comparison.window)}, against {baseline}{corrected}"
     return Ranking(axis, figure, baseline, tuple(found), shown, heading)
 
 
@@ -209,27 +210,27 @@ def _named(standings: Sequence[Standing], last: str = "and") -> str:
 
 
 def _where(standings: Sequence[Standing], window: float) -> str:
-    """`on fresh prompts after step 19`, or `in the training rollouts` and what part of them it is the mean of."""
+    """`, after step 19`, or for training rollouts what part of them it is the mean of; empty where no pair has any."""
     commons = [one.common for one in standings if one.common is not None and one.word not in ("baseline", "not paired")]
     if not commons:
-        return "in the training rollouts"
+        return ""
     starts, ends = sorted({common.start for common in commons}), sorted({common.end for common in commons})
     end, by_pair = f"{ends[0]:,.0f}", ""
     if len(ends) > 1:
         end, by_pair = f"{end} to {ends[-1]:,.0f}", " by pair"
     if commons[0].axis == "end":
-        return f"on fresh prompts after step {end}{by_pair}"
+        return f", after step {end}{by_pair}"
     share = f"{100 * window:.3g} %"
     if commons[0].axis == "tokens":
         if window == 0:
-            return f"in the training rollouts at {end} tokens{by_pair}"
+            return f", at {end} tokens{by_pair}"
         part = f"all of the {end} tokens" if window == 1 else f"the last {share} of the tokens up to {end}"
-        return f"in the training rollouts, mean over {part}{by_pair}"
+        return f", mean over {part}{by_pair}"
     if starts == ends:
-        return f"in the training rollouts of step {end}{by_pair}"
+        return f", step {end}{by_pair}"
     part = "all steps" if window == 1 else f"the last {share} of the steps"
     steps = f"up to {end}{by_pair}" if len(starts) > 1 or by_pair else f"{starts[0]:,.0f} to {end}"
-    return f"in the training rollouts, mean of {part}, {steps}"
+    return f", mean of {part}, {steps}"
 
 
 def _evidence(found: Interval, p_holm: float | None, flip: SignFlip | None) -> str:

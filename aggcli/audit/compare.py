@@ -116,7 +116,8 @@ def audit(
     tolerance: float = TOLERANCE,
     search: bool = True,
 ) -> Audit:
-    """Every rule under every layout, against the first layout; the first rule is the baseline of effective learning rates.
+    """Every rule under every layout, against the first layout; the first rule that can be computed is the baseline of effective
+    learning rates.
 
     `search`: find the smallest counterexample of each rule that varies. A rule that the batch cannot give (no group_index, no
     divisor) is reported as not computed, with the reason.
@@ -135,7 +136,8 @@ def audit(
             report = replace(report, counterexample=found)
         ratio, cosine = _against(frozen.slope_T, weight_T, base_T)
         reports.append(replace(report, effective_lr=ratio, effective_cosine=cosine))
-    return Audit(frozen.step.name, layouts[0].text, reports[0].rule if reports else "", tuple(reports))
+    baseline = next((report.rule for report in reports if report.verdict != "not computed"), "")
+    return Audit(frozen.step.name, layouts[0].text, baseline, tuple(reports))
 
 
 def _report(

@@ -59,17 +59,21 @@ class PresetRule:
 @dataclass(frozen=True, eq=False)
 class CustomRule:
     """A user's reducer; `reason` comes from its diagnosis. `equal_only`: it divides by the number of micro-batches, so only
-    equal ones are asked of it."""
+    equal ones are asked of it. `fails`: what it raises on the simplest batch, so that nothing is asked of it; empty if nothing.
+    """
 
     reducer: ReducerRule
     reason: str = ""
     equal_only: bool = False
+    fails: str = ""
 
     @property
     def name(self) -> str:
         return self.reducer.name
 
     def weights(self, step: RolloutBatch, schedule: Schedule, cp: int) -> Tensor:
+        if self.fails:
+            raise SettingError(f"it raises {self.fails}")
         return extract(self.reducer, step, schedule, cp).weight_T
 
     def can_run(self, schedule: Schedule) -> bool:

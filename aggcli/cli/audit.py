@@ -170,7 +170,8 @@ def _reducers(
         rule = reducer_rule(function, signature, ranks=ranks, divisor=divisor, name=path)  # pyright: ignore[reportArgumentType]  # checked there
         found = diagnose(rule)
         reason = "; ".join(str(finding) for finding in found if finding.fault)
-        rules.append(CustomRule(rule, reason, any(f.kind == "needs equal micro-batches" for f in found)))
+        fails = next((finding.text for finding in found if finding.kind == "fails"), "")
+        rules.append(CustomRule(rule, reason, any(f.kind == "needs equal micro-batches" for f in found), fails))
         findings[path] = found
     return rules, findings
 

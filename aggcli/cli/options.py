@@ -42,7 +42,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings as TOML and stop.")]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the training run in --output.")]
 SamplesOption = Annotated[
-    bool, typer.Option("--samples/--no-samples", help="Record the weight of every training sample (Parquet).")
+    bool, typer.Option("--samples/--no-samples", help="In a replay, record the weight of every training sample (Parquet).")
 ]
 
 

@@ -68,7 +68,7 @@ def compare_results(
         notes += shared_seconds(found.runs) if axis == "seconds" else []
     elif fit is None:
         notes.append(f"{len(found.runs)} runs: no curves are fitted to more than {MOST_FITS} unless --fit asks for it")
-    _print(format, precision, rows, found, differing, notes)
+    _print(format, precision, rows, found, differing, notes, reach)
     return ExitCode.DONE
 
 
@@ -112,6 +112,7 @@ def _print(
     found: Study,
     differing: Sequence[SettingDifference],
     notes: Sequence[str],
+    reach: float | None,
 ) -> None:
     from aggcli.records import SCHEMA, to_json
     from aggcli.report import comparison_tables as tables
@@ -122,7 +123,7 @@ def _print(
         return
     below = tables.recorded_caption(rows)
     if not found.recorded:
-        below = tables.caption(rows, precision, verdict_pairs=found.verdict.pairs, iqm=format == "table")
+        below = tables.caption(rows, precision, verdict_pairs=found.verdict.pairs, iqm=format == "table", reach=reach)
     if format == "csv":
         print(tables.csv_text(rows), end="")
         notes = [*verdicts.verdict_lines(found.verdict), *notes]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,7 +17,7 @@ from aggcli.analysis.sigmoid import sigmoid
 from aggcli.analysis.statistics import Interval
 from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, first_reason, lone, modes_in_words
+from aggcli.report.base import NothingToDraw, coinciding, first_reason, lone, modes_in_words
 from aggcli.report.style import Look
 
 _ONE_COLUMN = 8
@@ -38,6 +39,8 @@ def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()
     arms = with_labels(drawn)
     looks = style.looks([own[0] for own in arms.values()], dashed=True)
     curves = mode_curves(fitted) if fitted else {}
+    same = coinciding({label: [*_points(own)] for label, own in arms.items()})
+    shown_as = {look.label: look.shown for look in looks}
     with style.context():
         figure = style.new_figure(8.5, 4.6)
         axes = figure.subplots()
@@ -58,14 +61,28 @@ def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()
                 )
             width = 2 + 1.2 * (len(looks) - 1 - at) / max(1, len(looks) - 1)
             bent = [one for one in fitted if one.run.label == look.label]
-            _draw_arm(axes, look, own, bent, curves.get(look.label), width, told=bool(curves) or len(looks) <= _ONE_COLUMN)
+            name = look.shown + (f" = {shown_as[same[look.label]]}" if look.label in same else "")
+            _draw_arm(
+                axes,
+                replace(look, shown=name),
+                own,
+                bent,
+                curves.get(look.label),
+                width,
+                told=bool(curves) or len(looks) <= _ONE_COLUMN,
+            )
         _mark_lines(axes, looks)
         _frame(axes, max(float(np.nanmax(run.tokens)) for run in drawn))
         columns = 1 if len(looks) <= _ONE_COLUMN or curves else 3
-        style.legend_below(figure, axes, columns=columns, note=_reading(fitted, curves))
+        style.legend_below(figure, axes, columns=columns, note=_reading(fitted, curves, same=bool(same)))
         modes = modes_in_words([look.mode for look in looks], [look.label for look in looks])
         style.title(figure, f"Accuracy against tokens: {modes}, {plural(len(drawn), 'run')}")
     return figure
+
+
+def _points(own: Sequence[History]) -> Iterator[Floats]:
+    for run in own:
+        yield from (run.tokens, run.measures["accuracy"])
 
 
 def _mark_lines(axes: Axes, looks: Sequence[Look]) -> None:
@@ -142,12 +159,14 @@ def _words(found: Interval) -> str:
     return f"{mean} [{bounds[0]}, {bounds[1]}]"
 
 
-def _reading(fitted: Sequence[FittedRun], curves: dict[str, ModeCurve]) -> str:
+def _reading(fitted: Sequence[FittedRun], curves: dict[str, ModeCurve], *, same: bool) -> str:
     bent = max((curve.asymptote.n for curve in curves.values() if curve.asymptote), default=0)
     interval = ", [95 % interval over seeds]" if bent > 1 else ", one seed: no interval"
     curve = f"R_0 + (A - R_0) / (1 + (C_mid/C)^B) at the means over seeds{interval}"
     line = curve if bent else "mean over runs, no curve is fitted"
     texts = [f"a dot: one step of one run; line: {line}"]
+    if same:
+        texts.append("a = b: the dots and the line of a are those of b")
     refused = {label: one.refused for label, one in curves.items() if one.refused}
     for label in list(refused)[:_MOST_REASONS]:
         texts.append(f"{label}: no curve for {plural(len(refused[label]), 'run')} ({first_reason(refused[label])})")

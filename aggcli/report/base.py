@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from aggcli.analysis.frames import Frames, Run, numbers, rows
-from aggcli.errors import RecordError
+from aggcli.errors import RecordError, some
 from aggcli.measurement.words import plural
 from aggcli.report import style
 
@@ -57,6 +57,44 @@ def lone(values: np.ndarray) -> np.ndarray:
     """Positions of points without a measured neighbour, which a line alone would not show."""
     known = np.concatenate([[False], np.isfinite(values), [False]])
     return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
+
+
+def coinciding(drawn: Mapping[str, Sequence[np.ndarray]]) -> dict[str, str]:
+    """Label -> the first label that is drawn with the same numbers, to 1e-9; labels like no earlier one are left out."""
+    first: dict[str, Sequence[np.ndarray]] = {}
+    same: dict[str, str] = {}
+    for label, own in drawn.items():
+        other = next((other for other, known in first.items() if _equal(own, known)), None)
+        if other is None:
+            first[label] = own
+        else:
+            same[label] = other
+    return same
+
+
+def _equal(own: Sequence[np.ndarray], known: Sequence[np.ndarray]) -> bool:
+    return len(own) == len(known) and all(
+        a.shape == b.shape and np.allclose(a, b, rtol=1e-9, atol=0, equal_nan=True) for a, b in zip(own, known, strict=True)
+    )
+
+
+def round_robin(groups: Sequence[str], most: int) -> list[int]:
+    """Positions of up to `most` members, sorted: the first of every group, then the second of every group, and so on."""
+    seen: dict[str, int] = {}
+    turns = []
+    for group in groups:
+        seen[group] = seen.get(group, -1) + 1
+        turns.append(seen[group])
+    return sorted(sorted(range(len(groups)), key=lambda at: (turns[at], at))[:most])
+
+
+def runs_left_out(shown: Sequence[str], arms: Sequence[str]) -> str:
+    """The note on the runs that `round_robin` left out, given the arms of those shown and of all; empty if all are shown."""
+    if len(shown) == len(arms):
+        return ""
+    missing = [arm for arm in dict.fromkeys(arms) if arm not in shown]
+    none = f", and none of {some(missing, 4)}" if missing else ""
+    return f"; {len(shown)} of {len(arms)} runs are shown, the first of each mode before the second of any{none}"
 
 
 def modes_in_words(modes: Sequence[str], labels: Sequence[str]) -> str:

@@ -106,14 +106,16 @@ def recorded_caption(rows: Sequence[Row]) -> str:
     return "Means over the steps [95 % Student-t interval over seeds]; they are of these rollouts, so there is no test."
 
 
-def caption(rows: Sequence[Row], precision: int, *, verdict_pairs: int = 0, iqm: bool = False) -> str:
+def caption(
+    rows: Sequence[Row], precision: int, *, verdict_pairs: int = 0, iqm: bool = False, reach: float | None = None
+) -> str:
     """How to read the numbers. `verdict_pairs`: how many pairs the verdict's p-values are corrected over; `iqm`: whether the
-    table has interquartile means.
+    table has interquartile means; `reach`: the accuracy that was asked for, None where it is the baseline's own.
     """
     own_means = [_OWN_MEANS] if any(_has_own_means(row, rows, precision) for row in rows) else []
     if all(row.n == 1 for row in rows):
-        return " ".join(["One seed: no interval.", *own_means])
-    said = ["Mean [95 % Student-t interval over seeds]; differences are paired by seed.", *own_means]
+        return " ".join(["One seed: no interval.", *own_means, *_level(rows, reach)])
+    said = ["Mean [95 % Student-t interval over seeds]; differences are paired by seed.", *_logarithmic(rows), *own_means]
     tested = [row for row in rows if row.p_holm is not None]
     if tested:
         pairs = max(Counter(row.figure for row in tested).values())
@@ -124,7 +126,7 @@ def caption(rows: Sequence[Row], precision: int, *, verdict_pairs: int = 0, iqm:
             said.append("A difference that is the same in all seeds has no interval, and its p is the sign-flip's.")
     if iqm and any(row.interquartile_mean is not None for row in rows):
         said.append("IQM: mean of the middle half of the seeds.")
-    return " ".join(said)
+    return " ".join([*said, *_level(rows, reach)])
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------
@@ -135,6 +137,27 @@ _HEADS = ("figure", "mode", "n", "mean", "95 % interval", "difference", "95 % in
 _OWN_MEANS = (
     "Where a pair's steps, tokens or seeds are not the whole of its modes', its own two means stand with the difference."
 )
+
+
+_OF_LOGARITHMS = {"curve/exponent": "B", "curve/midpoint": "C_mid", "curve/exponent_ratio": "the ratio of B"}
+
+
+def _logarithmic(rows: Sequence[Row]) -> list[str]:
+    """What is averaged as logarithms."""
+    shown = [name for figure, name in _OF_LOGARITHMS.items() if any(row.figure == figure for row in rows)]
+    if not shown:
+        return []
+    return [f"Of {listed(shown)}: geometric mean, and interval on the log scale."]
+
+
+def _level(rows: Sequence[Row], reach: float | None) -> list[str]:
+    """Where the accuracy of `tokens to accuracy` comes from."""
+    level = next((row.head.split()[-1] for row in rows if row.figure == "tokens_to_accuracy"), None)
+    if level is None:
+        return []
+    if reach is not None:
+        return [f"Accuracy {level}: as given with --reach."]
+    return [f"Accuracy {level}: nine tenths of the baseline's own way from its first steps to its last (--reach sets another)."]
 
 
 def _has_own_means(row: Row, rows: Sequence[Row], precision: int) -> bool:
@@ -174,7 +197,7 @@ def _flat(row: Row, rows: Sequence[Row], precision: int) -> list[str]:
         number(row.mean, precision),
         _bounds(row.low, row.high, precision),
         "" if row.difference is None else _signed(row.difference, precision) + means,
-        _bounds(row.difference_low, row.difference_high, precision, signed=True),
+        _difference_bounds(row, precision),
         _p(row.p_holm),
         "" if row.sign_flip_floor is None else f"{_p(row.sign_flip_p)} ({row.sign_flip_floor:.2g})",
     ]
@@ -200,33 +223,42 @@ def _stacked(row: Row | None, precision: int) -> str:
 
 def _cells(row: Row, rows: Sequence[Row], precision: int, where: str) -> list[str]:
     """The mode's line, `where` it is taken, and the pair's under it; too long a label or number gets a line of its own."""
-    label, count, middle = f"  {row.mode}", f"n = {row.n}", row.interquartile_mean
+    label, middle, rest = f"  {row.mode}", row.interquartile_mean, [f"n = {row.n}"]
     if middle is not None:
-        count += f", IQM {number(middle, precision)}"
-    evidence = count if row.difference is not None or row.p is None else f"{count}, {_evidence(row)}"
-    lines = _line(label, number(row.mean, precision), _bounds(row.low, row.high, precision), evidence)
-    if where:
-        fits = len(lines) == 1 and len(f"{lines[0]}, {where}") <= WIDTH
-        lines = [f"{lines[0]}, {where}"] if fits else [*lines, *_folded(f"{_UNDER}{where}", WIDTH)]
+        rest.append(f"IQM {number(middle, precision)}")
+    if row.difference is None and row.p is not None:
+        rest.append(_evidence(row))
+    lines = _line(label, number(row.mean, precision), _bounds(row.low, row.high, precision), [*rest, where])
     if row.difference is not None:
-        bounds = _bounds(row.difference_low, row.difference_high, precision, signed=True)
-        lines += _line(f"    minus {row.baseline}", _signed(row.difference, precision), bounds, _evidence(row))
+        bounds = _difference_bounds(row, precision)
+        lines += _line(f"    minus {row.baseline}", _signed(row.difference, precision), bounds, [_evidence(row)])
         if _has_own_means(row, rows, precision):
             over = [row.compared_where, plural(row.pairs or 0, "seed") if row.pairs != row.n else ""]
             lines += _folded(f"{_UNDER}{', '.join(filter(None, [_own_means(row, precision), *over]))}", WIDTH)
     return lines
 
 
+_LABEL = 22
+"""Where the column of the numbers begins."""
 _UNDER = " " * 24
 """Where a line that explains the numbers above it begins."""
 
 
-def _line(label: str, mean: str, bounds: str, rest: str) -> list[str]:
-    numbers = f"{mean:>9}  {bounds:<20}  {rest}"
-    if len(label) <= 22 and 22 + len(numbers.rstrip()) <= WIDTH:
-        return [f"{label:<22}{numbers}"]
-    under = _folded(numbers.strip(), WIDTH - 8)
-    return [*_folded(label, WIDTH), *("        " + line for line in under)]
+def _line(label: str, mean: str, bounds: str, rest: Sequence[str]) -> list[str]:
+    """The numbers in their columns, beside the label or below one that is too long; what has no room goes to lines below."""
+    lines = [] if len(label) <= _LABEL and len(label) + len(mean) < _LABEL + 9 else _folded(label, WIDTH)
+    now = f"{'' if lines else label:<{_LABEL}}{mean:>9}"
+    if len(now) + 2 + len(bounds) > WIDTH:
+        lines, now = [*lines, now], f"{_UNDER}{bounds}  "
+    else:
+        now += f"  {bounds:<20}  "
+    for at, part in enumerate(filter(None, rest)):
+        comma = ", " if at else ""
+        if len(now + comma + part) <= WIDTH:
+            now += comma + part
+        else:
+            lines, now = [*lines, (now + comma).rstrip()], _UNDER + part
+    return [*lines, *(_folded(now, WIDTH) if len(now) > WIDTH else [now])]
 
 
 def _evidence(row: Row) -> str:
@@ -251,6 +283,13 @@ def _bounds(low: float | None, high: float | None, precision: int, *, signed: bo
         return ""
     shown = _signed if signed else number
     return f"[{shown(low, precision)}, {shown(high, precision)}]"
+
+
+def _difference_bounds(row: Row, precision: int) -> str:
+    """The interval of the difference; where it is the same in all seeds, how many these are."""
+    if row.difference is not None and row.difference_low is None and (row.pairs or 0) > 1:
+        return f"in all {row.pairs} seeds"
+    return _bounds(row.difference_low, row.difference_high, precision, signed=True)
 
 
 def _signed(value: float, precision: int) -> str:

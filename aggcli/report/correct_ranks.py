@@ -13,23 +13,24 @@ from matplotlib.ticker import MaxNLocator
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, grid
+from aggcli.report.base import NothingToDraw, grid, round_robin, runs_left_out
 from aggcli.report.style import Look
 
 STATISTICS = ("correct/count", "correct/response_length", "correct/entropy")
-_MOST_RUNS = 4
+_MOST_ROWS = 8
 
 
 def correct_by_rank(frames: Frames, step: int | None = None) -> Figure:
     """correct/* of one step: a dot a rank, sized by its correct samples, and the reduced value as a line per layout.
 
-    Runs that have the same numbers (modes on the same rollouts) share a row of panels; else the first run of each mode has
-    one, and a note counts the others. `step`: default: each run's last. Raises `NothingToDraw`.
+    Runs that have the same numbers (modes on the same rollouts) share a row of panels; else the first run of each mode (and
+    of each of its settings) has one, up to `_MOST_ROWS`, and a note counts the other runs and names the modes without one.
+    `step`: default: each run's last. Raises `NothingToDraw`.
     """
     shown = [name for name in STATISTICS if np.isfinite(numbers(frames.ranks, name)).any()]
     if not shown:
         raise NothingToDraw("no rank has a correct-sample statistic")
-    groups, hidden = _groups(frames, step)
+    groups, left_out = _groups(frames, step)
     if not groups:
         raise NothingToDraw("no correct-sample statistic is recorded" + ("" if step is None else f" at step {step}"))
     names = list(dict.fromkeys(name for *_, layouts, _ in groups for name in layouts["layout"]))
@@ -44,7 +45,6 @@ def correct_by_rank(frames: Frames, step: int | None = None) -> Figure:
                 axes.set_title(f"{heading}\n{over}" if column == 0 else over, fontsize=9.5)
                 axes.title.set_color(look.ink if len(groups) > 1 else "0.15")
         style.title(figure, "Correct samples by rank: what each rank has, and what it comes to")
-        left_out = f"; {plural(hidden, 'other run')} not shown" if hidden else ""
         reading = (
             "dot: a rank, larger for more correct samples; line: all ranks together, their sum for counts, else their mean"
             f" over samples{left_out}"
@@ -56,8 +56,8 @@ def correct_by_rank(frames: Frames, step: int | None = None) -> Figure:
 _Group = tuple[Look, str, pd.DataFrame, pd.DataFrame]
 
 
-def _groups(frames: Frames, step: int | None) -> tuple[list[_Group], int]:
-    """(look, heading, layouts, ranks) of a row of panels; and the number of runs without one."""
+def _groups(frames: Frames, step: int | None) -> tuple[list[_Group], str]:
+    """(look, heading, layouts, ranks) of a row of panels; and the note on the runs without one."""
     found: list[tuple[Look, int, pd.DataFrame, pd.DataFrame]] = []
     for look in style.looks(frames.runs):
         layouts = rows(frames.layouts, run=look.label)
@@ -66,15 +66,15 @@ def _groups(frames: Frames, step: int | None) -> tuple[list[_Group], int]:
         if np.isfinite(numbers(layouts, "correct/count")).any():
             found.append((look, at, layouts, rows(frames.ranks, run=look.label, step=at)))
     if not found:
-        return [], 0
+        return [], ""
     if len(found) > 1 and all(_same(layouts, found[0][2]) and _same(ranks, found[0][3]) for *_, layouts, ranks in found):
         look, at, layouts, ranks = found[0]
-        return [(look, f"step {at}: the same in all {len(found)} runs", layouts, ranks)], 0
-    first: dict[str, tuple[Look, int, pd.DataFrame, pd.DataFrame]] = {}
-    for one in found:
-        first.setdefault(one[0].mode, one)
-    chosen = list(first.values())[:_MOST_RUNS]
-    return [(look, f"{look.shown}, step {at}", layouts, ranks) for look, at, layouts, ranks in chosen], len(found) - len(chosen)
+        return [(look, f"step {at}: the same in all {len(found)} runs", layouts, ranks)], ""
+    arm_of = {run.label: run.arm for run in frames.runs}
+    arms = [arm_of[look.label] for look, *_ in found]
+    chosen = round_robin(arms, min(len(set(arms)), _MOST_ROWS))
+    drawn = [(look, f"{look.shown}, step {at}", layouts, ranks) for look, at, layouts, ranks in (found[one] for one in chosen)]
+    return drawn, runs_left_out([arms[one] for one in chosen], arms)
 
 
 def _same(one: pd.DataFrame, other: pd.DataFrame) -> bool:

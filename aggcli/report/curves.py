@@ -18,13 +18,16 @@ from aggcli.analysis.statistics import CONFIDENCE
 from aggcli.measurement.catalogue import describe
 from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, grid, lone, modes_in_words
+from aggcli.report.base import NothingToDraw, coinciding, grid, lone, modes_in_words
 from aggcli.report.style import Look
 
 CURVES = ("raw_reward", "correct/response_length", "incorrect/response_length", "pg_clipfrac", "ppo_kl", "grad_norm")
-_MOST_BANDS = 8
-"""Beyond this many modes, bands and single seeds would hide the lines."""
-_MOST_DARK_BANDS = 4
+_MOST_SEEDS_SHOWN = 8
+"""Beyond this many modes, single seeds would hide the lines."""
+_MOST_BANDS = 4
+"""Beyond this many modes, bands would turn the panels grey."""
+_FEWEST_SEEDS = 3
+"""Below, a band says nothing: the t of one degree of freedom is 12.7, which covers the panel."""
 _MOST_PLAIN = 4
 """Beyond this many modes, lines have markers too."""
 _FAR_APART = 100
@@ -32,7 +35,9 @@ _FAR_APART = 100
 
 
 def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
-    """One panel a metric, one line for each label of `runs`: the mean over its seeds, with its 95 % Student-t band.
+    """One panel a metric, one line for each label of `runs`: the mean over its seeds.
+
+    Each seed is faint, and from 3 seeds on there is a 95 % Student-t band; many modes have neither, and the note says so.
 
     `runs`: those to draw (`compared_runs`), labelled by arm; the others of `frames` are counted in the note. Raises
     `NothingToDraw`.
@@ -46,7 +51,8 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
     if not shown:
         raise NothingToDraw("no learning curve: no metric of the records changes over the steps")
     looks = style.looks([own[0] for own in arms.values()], dashed=True)
-    same = _coinciding(metrics, shown, list(arms))
+    same = coinciding({label: _drawn(rows(metrics, arm=label), shown) for label in arms})
+    shown_as = {look.label: look.shown for look in looks}
     seeds = [len(own) for own in arms.values()]
     steps = sorted(set(metrics["step"].tolist()))
     with style.context():
@@ -54,7 +60,7 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
         for axes, name in zip(panels, shown, strict=True):
             for at, look in enumerate(looks):
                 own = rows(metrics, arm=look.label)
-                text = look.shown + (f" = {same[look.label]}" if look.label in same else "")
+                text = look.shown + (f" = {shown_as[same[look.label]]}" if look.label in same else "")
                 _draw(axes, own, name, replace(look, shown=text), at, len(looks))
             axes.set_title(f"{name}\n{style.metric_over(name)}", fontsize=9.5)
             axes.set_ylabel(describe(name).unit or "2-norm")
@@ -70,10 +76,10 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
 def _reading(seeds: Sequence[int], hidden: int, *, same: bool) -> str:
     if max(seeds) == 1:
         said = "one seed: a line is one run, so there is no band"
-    elif len(seeds) > _MOST_BANDS:
-        said = f"line: mean over seeds; with more than {_MOST_BANDS} modes, single seeds and bands are left out"
+    elif len(seeds) > _MOST_SEEDS_SHOWN:
+        said = f"line: mean over seeds; with more than {_MOST_SEEDS_SHOWN} modes, single seeds and bands are left out"
     else:
-        said = "line: mean over seeds; faint: each seed; band: 95 % Student-t interval, cut where it leaves what was measured"
+        said = f"line: mean over seeds; faint: each seed; {_band_in_words(seeds)}"
     if same:
         said += "; a = b: the lines of a are those of b in every panel"
     if hidden:
@@ -81,19 +87,19 @@ def _reading(seeds: Sequence[int], hidden: int, *, same: bool) -> str:
     return said
 
 
-def _coinciding(metrics: pd.DataFrame, names: Sequence[str], arms: Sequence[str]) -> dict[str, str]:
-    """Arm -> the first arm whose means over seeds are the same in every panel; arms like no earlier one are left out."""
-    means: dict[str, pd.DataFrame] = {}
-    same: dict[str, str] = {}
-    for arm in arms:
-        mean = pd.DataFrame(rows(metrics, arm=arm).groupby("step")[list(names)].mean())
-        for other, known in means.items():
-            if mean.index.equals(known.index) and np.allclose(mean, known, rtol=1e-9, atol=0, equal_nan=True):
-                same[arm] = other
-                break
-        else:
-            means[arm] = mean
-    return same
+def _band_in_words(seeds: Sequence[int]) -> str:
+    if len(seeds) > _MOST_BANDS:
+        return f"no bands with more than {_MOST_BANDS} modes"
+    if max(seeds) < _FEWEST_SEEDS:
+        return f"no bands below {_FEWEST_SEEDS} seeds"
+    few = f", none below {_FEWEST_SEEDS} seeds" if min(seeds) < _FEWEST_SEEDS else ""
+    return f"band: 95 % Student-t interval, cut where it leaves what was measured{few}"
+
+
+def _drawn(metrics: pd.DataFrame, names: Sequence[str]) -> list[np.ndarray]:
+    """The steps of an arm, and its means over seeds in every panel."""
+    mean = pd.DataFrame(metrics.groupby("step")[list(names)].mean())
+    return [mean.index.to_numpy(), mean.to_numpy(dtype="float64")]
 
 
 def _moves(values: np.ndarray) -> bool:
@@ -103,7 +109,7 @@ def _moves(values: np.ndarray) -> bool:
 
 
 def _fit_to_seeds(axes: Axes, values: np.ndarray, *, log: bool) -> None:
-    """The axis spans what was measured; the band of two or three seeds reaches far beyond it and is cut."""
+    """The axis spans what was measured; the band of three seeds reaches far beyond it and is cut."""
     finite = values[np.isfinite(values)]
     low, high = float(finite.min()), float(finite.max())
     if log and low > 0 and high > _FAR_APART * low:
@@ -138,18 +144,21 @@ def _draw(axes: Axes, metrics: pd.DataFrame, name: str, look: Look, at: int, of:
     marker, size = (look.marker, 5) if of > _MOST_PLAIN else (".", 6)
     if alone.size:
         axes.plot(table.index[alone], mean.iloc[alone], marker, color=look.colour, markersize=size, clip_on=False, zorder=3)
-    if of > _MOST_BANDS:
+    if of > _MOST_SEEDS_SHOWN:
         return
     for run in table:
         axes.plot(table.index, table[run], color=look.colour, alpha=0.25, linewidth=0.8, zorder=1.5)
+    banded = (count >= _FEWEST_SEEDS).to_numpy()
+    if of > _MOST_BANDS or not banded.any():
+        return
     reach = stdtrit(np.maximum(count - 1, 1), (1 + CONFIDENCE) / 2) * table.std(axis=1) / np.sqrt(np.maximum(count, 1))
     axes.fill_between(
         table.index,
         mean - reach,
         mean + reach,
-        where=(count > 1).to_numpy(),
+        where=banded,
         color=look.colour,
-        alpha=0.15 if of <= _MOST_DARK_BANDS else 0.06,
+        alpha=0.15,
         linewidth=0,
         zorder=1,
     )

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 _SHORT = 44
 """Texts of table cells up to this many characters are not broken into lines."""
-_VOID = frozenset({"br", "hr", "meta", "link"})
+_VOID = frozenset({"br", "hr", "meta", "link", "wbr"})
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_BREAK = re.compile(r"(?<=[_/:])(?=.)")
+"""Where a name may go on in the next line; no character reference holds one of these."""
 _ID = re.compile(r'(\sid="|url\(#|(?:xlink:)?href="#)')
 _SIZE = re.compile(r'<svg [^>]*?viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>', re.DOTALL)
 
@@ -44,6 +46,10 @@ def element(tag: str, *children: str, **attributes: str | bool | None) -> Markup
     if tag in _VOID:
         return Markup(f"<{tag}{written}>")
     return Markup(f"<{tag}{written}>{join(children, '')}</{tag}>")
+
+
+SWIPE = element("span", " (Swipe sideways to see all of it.)", class_="swipe")
+"""Shown on narrow screens; `page.js` hides it again where the box beside it is not cut."""
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -84,13 +90,13 @@ def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]], gr
         class_="sortable",
         aria_label=caption,
     )
-    said = element("p", caption, class_="caption")
+    said = element("p", caption, SWIPE, class_="caption")
     return join([said, element("div", drawn, class_="scroll", tabindex="0", role="region", aria_label=caption)])
 
 
 def _cell(cell: Cell) -> Markup:
     if isinstance(cell, str):
-        return element("td", cell, class_="text" if len(cell) > _SHORT else None)
+        return element("td", Markup(_BREAK.sub("<wbr>", text(cell))), class_="text" if len(cell) > _SHORT else None)
     small = [element("small", line) for line in cell.small.splitlines()]
     return element("td", cell.shown, *small, class_="num", data_value=None if cell.value is None else repr(cell.value))
 

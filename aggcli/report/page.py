@@ -22,7 +22,7 @@ from aggcli.records import read_manifest
 from aggcli.report import page_tables as tables
 from aggcli.report import style, verdicts
 from aggcli.report.findings import Findings
-from aggcli.report.markup import Markup, element, inline_svg, join, text
+from aggcli.report.markup import SWIPE, Markup, element, inline_svg, join, text
 
 _PARTS = Path(__file__).parent.parent / "data" / "report"
 CAPTIONS = {
@@ -34,7 +34,7 @@ CAPTIONS = {
     "mode_gradients": "The same rollouts give gradients of different length (a learning rate in disguise) and direction.",
     "modes_over_steps": "The recorded steps side by side.",
     "correct_by_rank": "Each rank counts its own correct samples; together they come to the same number in every layout.",
-    "pg_loss_by_rank": "What each rank adds to the loss, and that the sum is the same in every layout.",
+    "pg_loss_by_rank": "What each rank adds to the loss, and whether the sum is the same in every layout.",
     "layout_deviation": "How far layouts are apart, on a log axis. What lies left of the dotted line of a precision is taken"
     " for rounding, as in the verdict.",
 }
@@ -138,7 +138,7 @@ def _environments(manifests: Sequence[Mapping[str, Any]]) -> list[Markup]:
 
 def _tables(frames: Frames, findings: Findings, manifests: Mapping[str, Mapping[str, Any]]) -> list[Markup]:
     finals = [
-        tables.final_table(name, final)
+        tables.final_table(name if len(manifests) > 1 else "", final)
         for name, manifest in manifests.items()
         if isinstance(final := manifest.get("final"), Mapping) and final.get("modes")
     ]
@@ -157,9 +157,8 @@ def _figures(figures: Mapping[str, Figure]) -> list[Markup]:
     for name in order:
         caption = CAPTIONS.get(name, "")
         svg = inline_svg(style.svg_text(figures[name]), name, f"{figures[name].get_suptitle()}. {caption}")
-        swipe = element("span", " (Swipe sideways to see all of it.)", class_="swipe")
         box = element("div", svg, class_="scroll", tabindex="0", role="region", aria_label=name)
-        drawn.append(element("figure", box, element("figcaption", caption, swipe), id=f"figure-{name}"))
+        drawn.append(element("figure", box, element("figcaption", caption, SWIPE), id=f"figure-{name}"))
     return drawn
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from aggcli.analysis.efficiency import efficiency, mode_curves
 from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.analysis.histories import AXES
 from aggcli.measurement.catalogue import METRICS, describe
 from aggcli.measurement.words import plural
 from aggcli.report.comparison_rows import Row, curve_rows, number, rows_of
@@ -52,7 +53,7 @@ def comparison_table(findings: Findings) -> Markup:
     found = rows_of(findings.comparison, _PRECISION)
     if findings.fitted:
         pairs = efficiency(findings.fitted, findings.comparison.baseline)
-        found += curve_rows(mode_curves(findings.fitted), pairs, "tokens")
+        found += curve_rows(mode_curves(findings.fitted), pairs, AXES["tokens"])
     robust = any(row.interquartile_mean is not None for row in found)
     heads = ["figure", "mode", "seeds", "mean", *(["IQM"] if robust else []), "difference", "p (Holm)", "sign-flip p"]
     means = {(row.figure, row.mode): row.mean for row in found}
@@ -85,16 +86,17 @@ def _own_means(row: Row, baseline: float | None) -> str:
 
 
 def final_table(directory: str, final: Mapping[str, Any]) -> Markup:
-    """The figures on fresh prompts that a trained comparison ended with, as its manifest has them."""
+    """The figures that a trained comparison ended with, as its manifest has them. `directory`: to name it among several."""
     body: list[list[Cell]] = []
     baseline = final.get("baseline")
     for mode, figures in final["modes"].items():
         for name, figure in figures.items():
             if figure is not None:
                 less = figure.get("difference") or {}
+                unit = "share" if name == "accuracy" else METRICS[name].unit if name in METRICS else ""
                 body.append(
                     [
-                        name,
+                        f"{name}, {unit}" if unit else name,
                         mode,
                         Number(figure["n"], str(figure["n"])),
                         _value(figure["mean"], figure["low"], figure["high"]),
@@ -102,7 +104,8 @@ def final_table(directory: str, final: Mapping[str, Any]) -> Markup:
                     ]
                 )
     what = "on fresh prompts" if any("accuracy" in figures for figures in final["modes"].values()) else "at the last step"
-    text = f"After training, {what}: mean [95 % Student-t interval over seeds] and difference to {baseline}. {directory}"
+    of = f" of {directory}" if directory else ""
+    text = f"After training{of}, {what}: mean [95 % Student-t interval over seeds] and difference to {baseline}"
     return table(text, ["figure", "mode", "seeds", "mean", "difference"], body, [str(row[0]) for row in body])
 
 
@@ -170,7 +173,8 @@ def _last_layouts(frames: Frames) -> Markup:
     body: list[list[Cell]] = [
         [str(name), *(_value(_known(values.get(name, math.nan)), digits=9) for values in last.values())] for name in names
     ]
-    return table("pg_loss by layout, at each run's last step: the same number down a column", ["layout", *last], body)
+    text = "pg_loss by layout, at each run's last step: the same number down a column, unless the rule varies with the layout"
+    return table(text, ["layout", *last], body)
 
 
 # -- notes --------------------------------------------------------------------------------------------------------------

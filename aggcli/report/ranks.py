@@ -1,4 +1,4 @@
-"""The figure of one step's loss under every layout: what each rank adds, and that the sum does not move."""
+"""The figure of one step's loss under every layout: what each rank adds, and whether the sum moves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from aggcli.analysis.frames import Frames, numbers, rows
-from aggcli.errors import some
 from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, grid
+from aggcli.report.base import NothingToDraw, grid, round_robin, runs_left_out
 from aggcli.report.style import Look
 
 _MOST_PANELS = 12
@@ -35,8 +34,9 @@ def pg_loss_by_rank(frames: Frames, step: int | None = None) -> Figure:
     """pg_loss of one step, a panel per run: per layout the ranks' shares, end to end, and the reduced value.
 
     A bar is a rank's share of the step loss (it may be negative, or larger than the sum) and starts where the last one
-    ended; the dots are the recorded reduced values, which must stand on the line through the first. A panel's title has
-    the largest difference between two layouts, relative to max(|pg_loss|, total_weight), as the check of a run takes it.
+    ended; the dots are the recorded reduced values, which stand on the line through the first unless the rule varies with
+    the layout. A panel's title has the largest difference between two layouts, relative to max(|pg_loss|, total_weight),
+    as the check of a run takes it.
     Of many runs, the first of every mode (and of each of its settings) has a panel before the second of any.
     `step`: default: each run's last. Raises `NothingToDraw`.
     """
@@ -48,7 +48,6 @@ def pg_loss_by_rank(frames: Frames, step: int | None = None) -> Figure:
     arm_of = {run.label: run.arm for run in frames.runs}
     arms = [arm_of[look.label] for look, *_ in panels]
     chosen = round_robin(arms, _MOST_PANELS)
-    of = len(panels)
     panels = [panels[at] for at in chosen]
     places = _places([ranks for *_, ranks in panels], [layouts for _, _, layouts, _ in panels])
     shown = sorted({at for _, at, _, _ in panels})
@@ -69,27 +68,9 @@ def pg_loss_by_rank(frames: Frames, step: int | None = None) -> Figure:
         style.note(
             figure,
             "bar: a rank's share, from where the previous one ended; marker: the reduced value; line: the first layout's"
-            "; difference: relative to max(|pg_loss|, total_weight)" + _left_out(of, [arms[at] for at in chosen], arms),
+            "; difference: relative to max(|pg_loss|, total_weight)" + runs_left_out([arms[at] for at in chosen], arms),
         )
     return figure
-
-
-def round_robin(groups: Sequence[str], most: int) -> list[int]:
-    """Positions of up to `most` members, sorted: the first of every group, then the second of every group, and so on."""
-    seen: dict[str, int] = {}
-    turns = []
-    for group in groups:
-        seen[group] = seen.get(group, -1) + 1
-        turns.append(seen[group])
-    return sorted(sorted(range(len(groups)), key=lambda at: (turns[at], at))[:most])
-
-
-def _left_out(of: int, shown: Sequence[str], arms: Sequence[str]) -> str:
-    if len(shown) == of:
-        return ""
-    missing = [arm for arm in dict.fromkeys(arms) if arm not in shown]
-    none = f", and none of {some(missing, 4)}" if missing else ""
-    return f"; {len(shown)} of {of} runs are shown, the first of each mode before the second of any{none}"
 
 
 def largest_difference(layouts: pd.DataFrame) -> float:

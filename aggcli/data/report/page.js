@@ -38,3 +38,12 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
+// The hint to swipe only stands where a box is cut at its right edge.
+const hint = () => {
+  for (const box of document.querySelectorAll(".scroll")) {
+    const swipe = (box.closest("figure") ?? box.previousElementSibling).querySelector(".swipe");
+    swipe.hidden = box.scrollWidth <= box.clientWidth;
+  }
+};
+hint();
+addEventListener("resize", hint);
