@@ -191,7 +191,8 @@ def _reproduce(directories: Sequence[Path], manifests: Mapping[str, Mapping[str,
     lines = [f"git checkout {shlex.quote(commit)}" for commit in commits]
     lines += dict.fromkeys(filter(None, map(_command, manifests.values())))
     lines.append(shlex.join(["aggcli", "plot", "--html", *map(str, directories)]))
-    said = "Same commit, versions, device and threads: the same numbers to the last bit. Everything random comes from the seed."
+    same = "Same commit, versions, device, threads and processes: the same numbers to the last bit."
+    said = f"{same} Everything random comes from the seed."
     return [element("pre", "\n".join(lines)), element("p", said)]
 
 
