@@ -42,6 +42,13 @@ def test_bfloat16_under_context_parallelism_moves_the_parameters_where_one_rank_
     assert 0 < max(entry["parameters"].values()) < 0.2 * entry["moved"], "autocast rounds, and that is all it does"
 
 
+def test_ranks_without_a_sample_change_nothing(trained) -> None:
+    entry = trained["idle ranks", "all", "dp4"]
+    assert entry["moved"] > 1e-4
+    assert entry["parameters"] == pytest.approx(dict.fromkeys(MODES, 0.0), abs=1e-10)
+    assert entry["metrics"] < 1e-10
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_runs_that_are_compared_have_moved_and_the_modes_have_parted(trained, recipe: str) -> None:
     entry = trained[recipe, "all", "dp1"]

@@ -210,3 +210,25 @@ def test_the_training_step_has_slimes_gradient_by_log_probs(case: dict[str, Any]
     assert pg_loss == pytest.approx(case["pg_loss"], abs=1e-10)
     expected = [value for row in case["grads"] for value in row]
     assert [value for row in gradient for value in row] == pytest.approx(expected, abs=1e-10)
+
+
+def test_a_rank_without_rows_adds_nothing_to_the_gradient() -> None:
+    """More ranks than samples leave ranks idle; what memory held before must not cross to the others."""
+    setup = setup_of()
+    trainer = grid.trainer_of(setup, runs_of(setup), ALONE)
+    rollouts = trainer.sampler.step(trainer.runs, trainer.weights.parameters, 0)
+    given = step_tokens(rollouts.batch, trainer.runs, trainer.layout, torch.float64)
+    used = torch.full_like(trainer.weights.flat_RP, 7.0)
+    del used
+    found = step_gradient(
+        trainer.forward,
+        trainer.weights.parameters,
+        [],
+        rollouts.batch,
+        rollouts.tokens_SL,
+        given,
+        setup.config.objective,
+        ALONE,
+    )
+    assert found.gradient_RP.shape == trainer.weights.flat_RP.shape
+    assert not found.gradient_RP.any()

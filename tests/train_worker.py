@@ -37,15 +37,20 @@ RECIPES: dict[str, dict[str, Any]] = {
     "several updates a batch": {"recipe": "grpo", "global_batch_size": 8, "num_iterations": 2, "entropy_coef": 0.01},
 }
 CUTS: dict[str, dict[str, Any]] = {"all": {}, "micro-batch 1": {"micro_batch_size": 1}, "40 tokens": {"max_tokens_per_gpu": 40}}
-LAYOUTS = {"dp1": (1, 1), "dp2": (2, 1), "dp4": (4, 1), "dp2cp2": (2, 2)}
+LAYOUTS = {"dp1": (1, 1), "dp2": (2, 1), "dp4": (4, 1), "dp2cp2": (2, 2), "dp1cp2": (1, 2)}
 CASES = [
     (recipe, cut, layout)
     for recipe in RECIPES
     for cut in CUTS
-    for layout in LAYOUTS
+    for layout in ("dp1", "dp2", "dp4", "dp2cp2")
     if cut == "all" or recipe != "several updates a batch"
 ]
 """The first of each recipe, one rank and one micro-batch, is what the others are compared with."""
+FURTHER: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+    ("bfloat16", ("dp1", "dp1cp2"), {"dtype": "bfloat16", "steps": 2, "optimizer": "sgd", "lr": 0.1}),
+    ("idle ranks", ("dp1", "dp4"), {"rollout_batch_size": 1, "n_samples_per_prompt": 2, "steps": 3, "temperature": 1.3}),
+)
+"""(name, layouts, settings), each against its first layout; two samples leave two of four ranks without any."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +115,13 @@ def main(output: Path) -> None:
         if world.is_root:
             against = _against(done, base.setdefault(recipe, done))
             found.append({"recipe": recipe, "cut": cut, "layout": layout, "ranks": max(spread), **against})
-    for layout, (dp, cp) in {"dp1": (1, 1), "dp1cp2": (1, 2)}.items():
-        if world.rank < dp * cp:
-            setup = setup_of(dtype="bfloat16", dp=dp, cp=cp, steps=2, layout_records=False, optimizer="sgd", lr=0.1)
-            done = train(setup, runs_of(setup), worlds[dp * cp])
-            against = _against(done, base.setdefault("bfloat16", done))
-            found.append({"recipe": "bfloat16", "cut": "all", "layout": layout, **against})
+    for name, layouts, settings in FURTHER:
+        for layout in layouts:
+            dp, cp = LAYOUTS[layout]
+            if world.rank < dp * cp:
+                setup = setup_of(**settings, dp=dp, cp=cp, layout_records=False)
+                done = train(setup, runs_of(setup), worlds[dp * cp])
+                found.append({"recipe": name, "cut": "all", "layout": layout, **_against(done, base.setdefault(name, done))})
     if world.is_root:
         output.write_text(json.dumps(found))
     leave(world)

@@ -124,18 +124,18 @@ def step_gradient(
     """
     device = parameters["head"].device
     runs, numbers = len(parameters["head"]), sum(value[0].numel() for value in parameters.values())
-    gradient_RP = parameters["head"].new_empty(runs, numbers)
+    gradient_RP = parameters["head"].new_zeros(runs, numbers)  # of a rank without rows: nothing
     new_T = torch.zeros(2, step.loss_mask_T.numel(), dtype=torch.float64)
     for group in groups_of(runs, RUNS_AT_ONCE, device):
         own = {name: value[group].detach().requires_grad_() for name, value in parameters.items()}
-        for at, row_RB in enumerate(rows):
+        for row_RB in rows:
             laid_out = _laid_out(step, tokens_SL, row_RB[group])
             log_prob_RBC, entropy_RBC, owned = forward(own, *laid_out.inputs(device))
             place, flat = laid_out.owned(owned, device)
             own_T = log_prob_RBC.flatten()[place]
             spread_T = entropy_RBC.flatten()[place]
             loss = _loss(own_T, spread_T, flat, step, given, objective, device)
-            _add_gradient(gradient_RP[group], loss, list(own.values()), first=at == 0)
+            _add_gradient(gradient_RP[group], loss, list(own.values()))
             new_T[0, flat] = own_T.detach().double().cpu()
             new_T[1, flat] = spread_T.detach().double().cpu()
     world.add_up(gradient_RP)
@@ -143,19 +143,13 @@ def step_gradient(
     return Gradient(gradient_RP, new_T[0], new_T[1])
 
 
-def _add_gradient(gradient_RP: Tensor, loss: Tensor, leaves: Sequence[Tensor], *, first: bool) -> None:
-    """Add d loss / d leaves to the flat gradient, or write it there when it is the first."""
+def _add_gradient(gradient_RP: Tensor, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Add d loss / d leaves to the flat gradient."""
     if not loss.requires_grad:  # no token of these runs in this micro-batch
-        if first:
-            gradient_RP.zero_()
         return
     start = 0
     for part in torch.autograd.grad(loss, leaves):
-        place = gradient_RP[:, start : start + part[0].numel()]
-        if first:
-            place.copy_(part.flatten(1))
-        else:
-            place += part.flatten(1)
+        gradient_RP[:, start : start + part[0].numel()] += part.flatten(1)
         start += part[0].numel()
 
 
