@@ -16,6 +16,7 @@ are those of all runs that the process trains as one stack, sampling included an
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import math
@@ -77,6 +78,7 @@ def environment(device: str, threads: int) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def git_commit() -> str | None:
     """The commit of aggcli's own checkout; None when it is installed from a package."""
     here = Path(aggcli.__file__).resolve().parent

@@ -72,6 +72,10 @@ def fit_runs(
     return fitted
 
 
+MOST_FITS = 40
+"""Curves are fitted unasked for up to this many runs (a tenth of a second each)."""
+
+
 def mode_curves(fitted: Sequence[FittedRun]) -> dict[str, ModeCurve]:
     """Label -> A, B and C_mid over its seeds."""
     found = {}

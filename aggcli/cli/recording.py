@@ -133,7 +133,7 @@ class Stack:
         return {
             "command": self.request.command,
             "arguments": invocation(),
-            "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in to_flat(config).items()},
+            "settings": to_flat(config),
             "config": to_toml(config),
             "response_limit": self.setup.response_limit,
             "environment": records.environment(str(self.setup.device), torch.get_num_threads()),

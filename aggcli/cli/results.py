@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from aggcli.report.comparison_rows import Row
 
 FORMATS = ("table", "json", "csv", "md", "latex")
-MOST_FITS = 40
-"""Curves are fitted unasked for up to this many runs (a tenth of a second each)."""
 
 
 def compare_results(
@@ -46,9 +44,10 @@ def compare_results(
     the modes are sorted, best first. only_changed: only figures whose means differ. reach: accuracy of the row "tokens to
     accuracy"; default nine tenths of the baseline's own way. window: share of the common range, at its end, that figures are
     means of; 0 is the last step alone. fit: fit compute-performance curves against `axis` (tokens, steps or seconds); default
-    for up to `MOST_FITS` runs. Raises `SettingError` and `RecordError`.
+    for up to `efficiency.MOST_FITS` runs. Raises `SettingError` and `RecordError`.
     """
     _check(format, precision, reach, window, axis)
+    from aggcli.analysis.efficiency import MOST_FITS
     from aggcli.analysis.histories import read_histories, shared_seconds, without_steps
     from aggcli.analysis.settings import differences, warnings
     from aggcli.analysis.study import study

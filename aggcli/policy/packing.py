@@ -61,7 +61,7 @@ class Packing:
 def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor) -> Packing:
     """Lay out right-padded rows of prompt (always `prompt_length` tokens) and response (`length_RB` tokens).
 
-    `columns` is C (default: the longest response). Done on the host: the result is on the CPU.
+    Done on the host: the result is on the CPU.
     """
     tokens = tokens_RBL.cpu().numpy()
     length = length_RB.cpu().numpy()

@@ -70,7 +70,6 @@ def sample(
 
     Rows of one group thus stand together, and their prompt is read once. Give G = B for a prompt per row.
     """
-
     parts = []
     with torch.inference_mode(), threads_for(config.width):
         for group in groups_of(len(uniforms_RBL), RUNS_AT_ONCE, parameters["head"].device):

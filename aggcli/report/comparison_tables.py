@@ -198,8 +198,8 @@ def _flat(row: Row, rows: Sequence[Row], precision: int) -> list[str]:
         _bounds(row.low, row.high, precision),
         "" if row.difference is None else _signed(row.difference, precision) + means,
         _difference_bounds(row, precision),
-        _p(row.p_holm),
-        "" if row.sign_flip_floor is None else f"{_p(row.sign_flip_p)} ({row.sign_flip_floor:.2g})",
+        p_value(row.p_holm),
+        "" if row.sign_flip_floor is None else f"{p_value(row.sign_flip_p)} ({row.sign_flip_floor:.2g})",
     ]
 
 
@@ -264,8 +264,8 @@ def _line(label: str, mean: str, bounds: str, rest: Sequence[str]) -> list[str]:
 def _evidence(row: Row) -> str:
     if row.p_holm is None:
         return "one seed: no test"
-    flip = "" if row.sign_flip_floor is None else f", sign-flip {_p(row.sign_flip_p)}"
-    return f"p {_p(row.p_holm)}{flip}"
+    flip = "" if row.sign_flip_floor is None else f", sign-flip {p_value(row.sign_flip_p)}"
+    return f"p {p_value(row.p_holm)}{flip}"
 
 
 def _headline(row: Row, where: str) -> str:
@@ -297,7 +297,7 @@ def _signed(value: float, precision: int) -> str:
     return ("+" if value >= 0 else "") + number(value, precision)
 
 
-def _p(value: float | None) -> str:
+def p_value(value: float | None) -> str:
     if value is None:
         return ""
     return "<0.0001" if value < 1e-4 else f"{value:.2g}"

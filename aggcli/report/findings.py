@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from aggcli.analysis.efficiency import FittedRun, fit_runs, mode_curves
+from aggcli.analysis.efficiency import MOST_FITS, FittedRun, fit_runs, mode_curves
 from aggcli.analysis.frames import Frames
 from aggcli.analysis.histories import History, read_histories
 from aggcli.analysis.outcomes import Comparison
@@ -13,9 +13,6 @@ from aggcli.analysis.settings import SettingDifference, differences, labelled, w
 from aggcli.analysis.study import study
 from aggcli.analysis.verdict import Verdict
 from aggcli.report.base import first_reason
-
-MOST_FITS = 40
-"""Curves are fitted to up to this many runs (a tenth of a second each)."""
 
 
 @dataclass(frozen=True)

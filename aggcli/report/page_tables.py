@@ -15,7 +15,7 @@ from aggcli.analysis.histories import AXES
 from aggcli.measurement.catalogue import METRICS, describe
 from aggcli.measurement.words import plural
 from aggcli.report.comparison_rows import Row, curve_rows, number, rows_of
-from aggcli.report.comparison_tables import ARROWS, caption
+from aggcli.report.comparison_tables import ARROWS, caption, p_value
 from aggcli.report.findings import Findings
 from aggcli.report.layout_deviation import layout_deviations
 from aggcli.report.markup import Cell, Markup, Number, element, join, table
@@ -72,8 +72,8 @@ def _compared(row: Row, baseline: float | None, *, robust: bool) -> list[Cell]:
         _value(row.mean, row.low, row.high),
         *([_value(row.interquartile_mean)] if robust else []),
         _difference(row.difference, row.difference_low, row.difference_high, _own_means(row, baseline)),
-        Number(row.p_holm, _p(row.p_holm)),
-        Number(row.sign_flip_p, _p(row.sign_flip_p), floor),
+        Number(row.p_holm, p_value(row.p_holm)),
+        Number(row.sign_flip_p, p_value(row.sign_flip_p), floor),
     ]
 
 
@@ -247,12 +247,6 @@ def _difference(value: float | None, low: float | None, high: float | None, mean
     mean, *bounds = (("+" if one >= 0 else "") + _shown(one, _PRECISION - 1) for one in (value, low, high) if one is not None)
     small = [f"[{', '.join(bounds)}]"] if len(bounds) == 2 else []
     return Number(value, mean, "\n".join([*small, *([means] if means else [])]))
-
-
-def _p(value: float | None) -> str:
-    if value is None:
-        return ""
-    return "<0.0001" if value < 1e-4 else f"{value:.2g}"
 
 
 def settings_table(findings: Findings) -> Markup:

@@ -7,7 +7,7 @@ import numpy as np
 from aggcli.analysis.frames import Frames, numbers
 from aggcli.analysis.outcomes import Comparison
 from aggcli.analysis.tolerance import tolerance_of
-from aggcli.measurement.words import plural
+from aggcli.measurement.words import listed, plural
 from aggcli.report.findings import Findings
 from aggcli.report.layout_deviation import layout_deviations
 
@@ -92,4 +92,4 @@ def _floor(comparison: Comparison) -> float | None:
 def _listed(names: tuple[str, ...] | list[str]) -> str:
     """`a, b and c`; beyond `_MOST_NAMES` names, the rest as a number."""
     told = [*names[:_MOST_NAMES], f"{len(names) - _MOST_NAMES} others"] if len(names) > _MOST_NAMES + 1 else list(names)
-    return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
+    return listed(told)
