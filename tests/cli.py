@@ -1,10 +1,9 @@
-"""Calling the command line in this process, as a user would see it."""
+"""Calling the command line in this process, as a user would see it: the one way in which tests call it."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,32 @@ from aggcli.cli.main import main
 
 @dataclass(frozen=True)
 class Result:
-    """Exit code, standard output and error of one call."""
+    """Exit code, standard output and error of one call, and the folder after its `--output`, if it was given one."""
 
     code: int
     out: str
     err: str
+    folder: Path | None = None
+
+    @property
+    def output(self) -> Path:
+        assert self.folder is not None, "the call had no --output"
+        return self.folder
 
     @property
     def steps(self) -> list[dict[str, Any]]:
         """The steps of a `--json` answer, parsed strictly."""
         assert self.code == 0, self.err
         return strict_json(self.out)["steps"]
+
+    @property
+    def step(self) -> dict[str, Any]:
+        (step,) = self.steps
+        return step
+
+    @property
+    def modes(self) -> dict[str, dict[str, Any]]:
+        return self.step["modes"]
 
 
 def strict_json(text: str) -> Any:
@@ -38,29 +52,80 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+def records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file, each strict JSON."""
+    return [strict_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def aggcli(capsys: pytest.CaptureFixture[str], *arguments: object) -> Result:
     """Run `aggcli` with these arguments; a traceback would propagate and fail the test."""
     capsys.readouterr()
-    code = main([str(argument) for argument in arguments])
+    words = [str(argument) for argument in arguments]
+    code = main(words)
     captured = capsys.readouterr()
-    return Result(code, captured.out, captured.err)
+    return Result(code, captured.out, captured.err, _output_in(words))
+
+
+def _output_in(words: Sequence[str]) -> Path | None:
+    for at, word in enumerate(words):
+        if word in ("--output", "-o"):
+            return Path(words[at + 1])
+        if word.startswith("--output="):
+            return Path(word.removeprefix("--output="))
+    return None
+
+
+def replay(
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    rollouts: Path | str | Iterable[Mapping[str, Any]],
+    *flags: object,
+    command: str = "compare",
+) -> Result:
+    """`compare` (or `run`) on a path, or on samples written to a file, into a new folder; its exit code is not judged."""
+    if not isinstance(rollouts, (Path, str)):
+        rollouts = write_jsonl(_new(folder, "rollouts-{}.jsonl"), rollouts)
+    return aggcli(capsys, command, "--rollouts", rollouts, "--output", _new(folder, "results-{}"), *flags)
+
+
+def compared(
+    capsys: pytest.CaptureFixture[str], folder: Path, rollouts: Path | str | Iterable[Mapping[str, Any]], *flags: object
+) -> Result:
+    """A `compare --json` that must succeed; prompt_mean is the strict mean over prompts, and constant divides by 10."""
+    scale = ("--prompt-mean-scale", "prompts", "--loss-aggregation-divisor", 10)
+    told = replay(capsys, folder, rollouts, "--json", *scale, *flags)
+    assert told.code == 0, told.err
+    return told
+
+
+def _new(folder: Path, name: str) -> Path:
+    """The first path of this name that is not there yet, counted from 1."""
+    number = 1
+    while (folder / name.format(number)).exists():
+        number += 1
+    return folder / name.format(number)
 
 
 def refused(result: Result) -> str:
-    """The one line with which a call was refused (exit code 2)."""
-    assert result.code == 2, (result.out, result.err)
-    errors = [line for line in result.err.splitlines() if not line.startswith("note: ")]
-    assert len(errors) == 1, result.err
-    assert errors[0].startswith("aggcli: ")
-    assert "Traceback" not in result.err
-    return errors[0]
+    """The one line of a refusal: exit code 2, nothing on stdout, no traceback, nothing but notes before it."""
+    assert (result.code, result.out) == (2, ""), result.err
+    *notes, line = result.err.splitlines()
+    assert all(note.startswith("note: ") for note in notes), result.err
+    assert line.startswith("aggcli: ")
+    return line
+
+
+def per_layout(told: Result, mode: str, name: str) -> list[Any]:
+    """A number under the layout in force and under each layout."""
+    values = told.modes[mode]
+    return [values[name], *(layout[name] for layout in values["layouts"].values())]
+
+
+def exactly(value: float | None) -> Any:
+    return pytest.approx(value, rel=1e-12, abs=1e-15)
 
 
 def write_jsonl(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
     """One sample a line; NaN and infinity are written bare, as trainers do."""
-    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
     return path
-
-
-def close(value: float | None, expected: float, limit: float = 1e-12) -> bool:
-    return value is not None and math.isclose(value, expected, rel_tol=limit, abs_tol=limit)

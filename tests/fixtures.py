@@ -16,6 +16,10 @@ Sample = dict[str, Any]
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
 PROMPT = 3
 """Prompt tokens of a fixture's samples, where nothing else is said."""
+FX_B = {"sample_mean": -0.025, "prompt_mean": 0.19375, "token_mean": 0.171875, "constant": 0.06875}
+"""pg_loss of FX-B by hand; prompt_mean is the strict mean over prompts, and constant divides by 10."""
+LAYOUTS = "dp1,dp2:interleaved,dp2:contiguous,dp2:balanced,dp3,dp4:balanced,dp8,dp1cp2,dp2cp2:interleaved,dp1cp4"
+"""Ten layouts that differ in ranks, partition rule and context parallelism."""
 
 
 def batch_of(samples: Iterable[Mapping[str, Any]], name: str = "step 0 (test)", **options: Any) -> RolloutBatch:

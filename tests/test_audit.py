@@ -23,12 +23,12 @@ from aggcli.audit import (
     schedule_of,
     smallest_counterexample,
 )
-from aggcli.cli.main import main
 from aggcli.config import MODES, settings_from
 from aggcli.layout.steps import optimizer_steps
 from aggcli.objective.presets.registry import PRESETS
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.sources import open_source
+from tests.cli import aggcli, refused, strict_json
 from tests.fixtures import batch_of, fx_b, replayed
 
 DATA = Path(__file__).parent / "data"
@@ -182,44 +182,54 @@ def test_an_exact_rule_has_no_counterexample(name: str) -> None:
 
 
 def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    assert main(["audit", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"bare {word}"))
+    told = aggcli(capsys, "audit", *arguments, "--json")
+    assert told.code == 0, told.err
+    return strict_json(told.out)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("arguments", "failing"),
     [
-        ((), 0),
-        (("--fail-on-variance", "1e-6", "--rules", "token_mean,trl:dapo,slime:per_token"), 0),
-        (("--fail-on-variance", "1e-6", "--rules", "token_mean,trl:bnpo"), 1),
-        (("--fail-on-variance", "10", "--rules", "trl:bnpo"), 0),
-        (("--fail-on-variance", "1e-6", "--rules", "oat:grpo"), 1),
-        (("--fail-on-variance", "1e-6", "--rules", "token_mean", "--normalizer", "rank"), 1),
-        (("--rules", "nope"), 2),
-        (("--divisor", "0"), 2),
-        (("--fail-on-variance", "-1"), 2),
-        (("--normalizer", "epoch"), 2),
-        (("--layouts", "dp2:sideways"), 2),
-        (("--layouts", "recorded"), 2),
-        (("no/such/file",), 2),
+        ((), None),
+        (("--fail-on-variance", "1e-6", "--rules", "token_mean,trl:dapo,slime:per_token"), None),
+        (("--fail-on-variance", "1e-6", "--rules", "token_mean,trl:bnpo"), "trl:bnpo"),
+        (("--fail-on-variance", "10", "--rules", "trl:bnpo"), None),
+        (("--fail-on-variance", "1e-6", "--rules", "oat:grpo"), "oat:grpo"),
+        (("--fail-on-variance", "1e-6", "--rules", "token_mean", "--normalizer", "rank"), "token_mean@rank"),
     ],
 )
 def test_the_exit_code_is_1_only_where_a_check_was_asked_for_and_failed(
-    arguments: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], failing: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["audit", "--no-search", *arguments]) == code
-    printed = capsys.readouterr()
-    if code:
-        assert len(printed.err.strip().splitlines()) >= 1
-        assert "Traceback" not in printed.err
+    told = aggcli(capsys, "audit", "--no-search", *arguments)
+    assert told.code == (0 if failing is None else 1)
+    last = (told.err.splitlines() or [""])[-1]
+    assert last.startswith(f"aggcli: {failing} ") if failing else not last.startswith("aggcli: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--rules", "nope"), "unknown loss aggregation 'nope'"),
+        (("--divisor", "0"), "divisor 0: must be a positive finite number"),
+        (("--fail-on-variance", "-1"), "--fail-on-variance -1: must be above 0"),
+        (("--normalizer", "epoch"), "--normalizer epoch: must be one of step, rank, micro-batch"),
+        (("--layouts", "dp2:sideways"), "unknown partition rule 'sideways'"),
+        (("--layouts", "recorded"), "layout 'recorded': the file records none"),
+        (("no/such/file",), "no/such/file: no such file or folder"),
+    ],
+)
+def test_what_an_audit_cannot_use_is_refused_by_name(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(aggcli(capsys, "audit", "--no-search", *arguments))
 
 
 def test_the_table_fits_80_columns_and_names_every_rule(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["audit"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = aggcli(capsys, "audit").out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line for line in reversed(lines) if line.strip()}
     assert rows["trl:bnpo"].split()[-1] == "varies"
@@ -245,8 +255,8 @@ def test_a_train_dump_is_audited_under_its_recorded_layout_first(capsys: pytest.
 
 def test_the_answer_for_a_dump_is_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(DATA / "slime_train" / "2.pt")
-    assert main(["audit", path, "--rules", "slime:sample_mean,verl:token-sum,trl:bnpo", "--no-search"]) == 0
-    words = " ".join(capsys.readouterr().out.split())
+    told = aggcli(capsys, "audit", path, "--rules", "slime:sample_mean,verl:token-sum,trl:bnpo", "--no-search")
+    words = " ".join(told.out.split())
     question = "Would this run's loss have been another number? under another layout:"
     assert f"{question} no under slime:sample_mean, yes under 1 of 3 rules" in words
     assert "(slime:sample_mean) to" in words or "(trl:bnpo) to" in words

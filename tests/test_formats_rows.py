@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from aggcli.cli.main import main
 from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RecordedStep, RolloutBatch
 from aggcli.rollouts.sources import open_source
+from tests.cli import aggcli, strict_json
 
 Row = dict[str, Any]
 
@@ -300,8 +300,7 @@ def test_openrlhf_without_scores_takes_rewards_and_a_uid_wins_over_the_prompt(tm
 
 def test_a_prime_rl_export_is_audited_under_the_layout_it_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = exported(tmp_path)
-    assert main(["audit", str(place), "--rules", "token_mean,trl:bnpo", "--no-search", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = strict_json(aggcli(capsys, "audit", place, "--rules", "token_mean,trl:bnpo", "--no-search", "--json").out)
     assert told["layouts"][0] == "recorded"
     rules = told["steps"][0]["rules"]
     # every token: ratio exp(-0.25) below 1 - 0.2 and advantage 0.5, so the loss is the free one, -exp(-0.25) / 2

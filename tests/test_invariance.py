@@ -19,7 +19,7 @@ from tests.fixtures import MODES, Sample, batch_of, fx_b, fx_c, fx_d, fx_f, rand
 
 CLIP = {"eps_clip": 0.1, "eps_clip_high": 0.2}
 DIVISOR = 10.0
-# FX-D has no advantage of its own: these are reward minus group mean, worked out by hand (cases, FX-D).
+# FX-D has no advantage of its own: these are reward minus group mean, worked out by hand.
 FX_D_ADVANTAGES = [0.5, -0.5, 0.5, -0.5, 0.0, 0.0, -1 / 3, -1 / 3, 2 / 3]
 FIXTURES: dict[str, Callable[[], list[Sample]]] = {
     "FX-B": fx_b,
@@ -116,7 +116,7 @@ def _relative(value: float | None, expected: float) -> float:
 
 
 def test_the_grid_would_notice_a_micro_batch_local_denominator() -> None:
-    """The check can fail: FX-B's token mean with micro-batch means is 0.0078125 for (0,1,2),(3) (case R01), not 0.171875."""
+    """The check can fail: FX-B's token mean with micro-batch means is 0.0078125 for (0,1,2),(3) , not 0.171875."""
     samples = fx_b()
     tokens = closed_form.token_numbers(samples, [s["advantage"] for s in samples], 0.2, 0.2)
     right = closed_form.weighted(closed_form.weights(samples, "token_mean"), tokens["pg_loss"])

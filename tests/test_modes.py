@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-from aggcli.cli.main import main
 from aggcli.config import MODES
 from aggcli.objective.literature import REFERENCE
 from aggcli.objective.presets.reference import FRAMEWORKS, differences, presets_of, varies
 from aggcli.objective.presets.registry import PRESETS
+from tests.cli import aggcli, refused, strict_json
 from tests.test_audit import VARY
 
 
@@ -66,8 +65,7 @@ def test_what_differs_from_the_mode_here_is_said_in_words(name: str, expected: l
 
 def test_a_mode_is_told_with_every_framework_and_not_available_where_it_is_not(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["modes", "prompt_mean"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = aggcli(capsys, "modes", "prompt_mean").out.splitlines()
     assert max(map(len, lines)) <= 80
     assert sum("not available" in line for line in lines) == len(FRAMEWORKS) - 1
     assert any("trainer.algorithm.loss_reduction=prompt_mean" in line for line in lines)
@@ -75,18 +73,15 @@ def test_a_mode_is_told_with_every_framework_and_not_available_where_it_is_not(c
 
 
 def test_map_gives_the_mode_and_the_flags_for_a_frameworks_name(capsys) -> None:
-    assert main(["modes", "--map", "verl:token-mean", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["rules"]["verl:token-mean"]
+    found = strict_json(aggcli(capsys, "modes", "--map", "verl:token-mean", "--json").out)["rules"]["verl:token-mean"]
     assert found["mode"] == "token_mean"
     assert found["differences"] == []
     assert found["here"].startswith("--loss-aggregation token_mean")
-    assert main(["modes", "--map", "dapo"]) == 0
-    assert "three things bear the name" in " ".join(capsys.readouterr().out.split())
+    assert "three things bear the name" in " ".join(aggcli(capsys, "modes", "--map", "dapo").out.split())
 
 
 def test_markdown_has_a_heading_a_mode_and_a_row_a_framework(capsys) -> None:
-    assert main(["modes", "--format", "md"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = aggcli(capsys, "modes", "--format", "md").out.splitlines()
     assert [line for line in lines if line.startswith("## ")] == [f"## `{mode}`" for mode in MODES]
     rows = [line for line in lines if line.startswith("| ")]
     assert all(line.replace("\\|", "").count("|") == 7 for line in rows)
@@ -95,11 +90,18 @@ def test_markdown_has_a_heading_a_mode_and_a_row_a_framework(capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("nope",), ("verl:token-mean",), ("--map", "nope"), ("token_mean", "--map", "grpo"), ("--format", "html")]
+    ("arguments", "said"),
+    [
+        (("nope",), "unknown loss aggregation 'nope'; known: "),
+        (("token-mean",), "did you mean 'token_mean'"),
+        (("verl:token-mean",), "for a framework's own name use --map verl:token-mean"),
+        (("--map", "nope"), "unknown loss aggregation 'nope'; known: "),
+        (("token_mean", "--map", "grpo"), "token_mean and --map grpo ask for two things"),
+        (("--format", "html"), "--format html: must be text or md"),
+    ],
 )
-def test_what_the_reference_does_not_know_is_refused(arguments: tuple[str, ...], capsys) -> None:
-    assert main(["modes", *arguments]) == 2
-    assert capsys.readouterr().err.startswith("aggcli: ")
+def test_what_the_reference_does_not_know_is_refused(arguments: tuple[str, ...], said: str, capsys) -> None:
+    assert said in refused(aggcli(capsys, "modes", *arguments))
 
 
 def test_the_reference_never_imports_torch() -> None:

@@ -101,11 +101,11 @@ def test_an_exact_rule_gives_its_value_on_fx_b_under_every_split(name: str, spli
         *((name, CUT, (3.45 / 9 - 0.7 / 7) / 2) for name in ("skyrl:token_mean_legacy", "torchforge:reinforce")),
         ("token_mean@micro-batch", CUT, (3.45 / 9 - 0.7 / 7) / 2),
         ("trl:bnpo", [[[0, 3]], [[1, 2]]], (3.45 / 9 - 0.7 / 7) / 2),
-        # R01: each micro-batch's token mean by its share of samples: 3/4 * (-1.25/8) + 1/4 * .5
+        # each micro-batch's token mean by its share of samples: 3/4 * (-1.25/8) + 1/4 * .5
         ("verl-legacy:token-mean", [[[0, 1, 2], [3]]], 0.0078125),
         # the second, smaller micro-batch gets nothing
         ("skyrl:token_mean_legacy", [[[0, 1, 2], [3]]], -1.25 / 8),
-        # R05: one division too many by 1, 2 and 4 accumulation steps
+        # one division too many by 1, 2 and 4 accumulation steps
         ("ms-swift:dapo", WHOLE, TOKEN),
         ("ms-swift:dapo", CUT, TOKEN / 2),
         ("ms-swift:dapo", [[[3], [2], [1], [0]]], TOKEN / 4),

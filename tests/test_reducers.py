@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 
 from aggcli.audit import batch_of, diagnose, extract, reducer_rule, schedule_of, signature_of
-from aggcli.cli.main import main
 from aggcli.errors import SettingError
 from aggcli.objective.presets.registry import PRESETS
 from aggcli.objective.presets.weights import preset_weights
 from aggcli.testing import assert_layout_invariant
+from tests.cli import aggcli, refused, strict_json
 from tests.fixtures import fx_b
 from tests.reducers import CORRECT, FAULTY, in_place, local_token_count, numerator_unmasked, trl_style, verl_style
 
@@ -209,28 +208,33 @@ def test_a_reducer_that_cannot_be_called_is_refused_by_what_it_asks_for() -> Non
 )
 def test_the_exit_code_of_a_reducers_audit(path: str, limit: bool, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["audit", "--reducer", path, "--no-search", *(["--fail-on-variance", "1e-6"] if limit else [])]
-    assert main(arguments) == code
-    printed = capsys.readouterr()
+    told = aggcli(capsys, *arguments)
+    assert told.code == code
     if code == 2:
-        assert printed.err.startswith("aggcli: --reducer tests.reducers")
+        assert refused(told).startswith("aggcli: --reducer tests.reducers")
     elif code == 0 and limit:
-        assert f"{path}: no fault found" in printed.out
+        assert f"{path}: no fault found" in told.out
 
 
 def test_the_findings_are_printed_with_the_reducer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "--reducer", "tests.reducers:mean_of_rank_means", "--rules", "verl:token-mean"]) == 0
-    words = " ".join(capsys.readouterr().out.split())
+    told = aggcli(capsys, "audit", "--reducer", "tests.reducers:mean_of_rank_means", "--rules", "verl:token-mean")
+    assert told.code == 0, told.err
+    words = " ".join(told.out.split())
     assert "fault: mean of rank means: on ranks (0,1) and (2,3) the samples weigh 1.333, 1.333, 0.8, 0.8" in words
 
 
 def test_a_reducer_that_raises_is_not_computed_and_nothing_else_is_said_of_its_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["audit", "--reducer", "tests.reducers:that_raises", "--rules", "token_mean", "--json", "--no-search"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    audit = ("audit", "--reducer", "tests.reducers:that_raises", "--no-search")
+    told = aggcli(capsys, *audit, "--rules", "token_mean", "--json")
+    assert told.code == 0, told.err
+    found = strict_json(told.out)
     report = found["steps"][0]["rules"]["tests.reducers:that_raises"]
     assert (report["verdict"], report["reason"]) == ("not computed", "it raises ValueError: boom")
     assert found["steps"][0]["baseline"] == "token_mean"
     assert [(f["kind"], f["text"]) for f in found["reducers"]["tests.reducers:that_raises"]] == [("fails", "ValueError: boom")]
-    assert main(["audit", "--reducer", "tests.reducers:that_raises", "--fail-on-variance", "1e-9", "--no-search"]) == 1
-    assert "0/0" not in capsys.readouterr().out
+    told = aggcli(capsys, *audit, "--fail-on-variance", "1e-9")
+    assert told.code == 1
+    assert "it raises ValueError: boom" in " ".join(told.out.split())
+    assert "0/0" not in told.out

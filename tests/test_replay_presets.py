@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from aggcli.audit import preset_loss, schedule_of
-from aggcli.cli.main import main
 from aggcli.config import RULES_ELSEWHERE
 from aggcli.errors import RolloutError, SettingError
 from aggcli.layout.schedule import parse_layout, schedule_step
 from aggcli.objective.presets.registry import PRESETS
+from tests.cli import refused, replay, strict_json
 from tests.fixtures import batch_of, fx_b, fx_c, replayed
 
 LAYOUTS = ("dp1:contiguous", "dp2:interleaved", "dp2cp2:contiguous", "dp4:balanced")
@@ -67,43 +66,29 @@ def test_an_idle_rank_is_a_rank() -> None:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fx_b_path(tmp_path: Path) -> str:
-    path = tmp_path / "fx_b.jsonl"
-    path.write_text("".join(json.dumps(sample) + "\n" for sample in fx_b()))
-    return str(path)
-
-
-def _run(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> tuple[dict, str]:
-    assert main([*arguments, "--json", "--output", str(tmp_path / "out"), "--overwrite"]) == 0
-    printed = capsys.readouterr()
-    return json.loads(printed.out)["steps"][0], printed.err
-
-
-def test_run_takes_a_framework_rule_and_says_that_it_varies(capsys, tmp_path: Path, fx_b_path: str) -> None:
-    step, told = _run(
-        capsys, tmp_path, "run", "--rollouts", fx_b_path, "--loss-aggregation", "trl:bnpo", "--layouts", "dp1,dp2:interleaved"
-    )
-    layouts = step["modes"]["trl:bnpo"]["layouts"]
+def test_run_takes_a_framework_rule_and_says_that_it_varies(capsys, tmp_path: Path) -> None:
+    flags = ("--loss-aggregation", "trl:bnpo", "--layouts", "dp1,dp2:interleaved")
+    told = replay(capsys, tmp_path, fx_b(), *flags, "--json", command="run")
+    layouts = told.modes["trl:bnpo"]["layouts"]
     assert layouts["dp1"]["pg_loss"] == pytest.approx(0.171875)
     assert layouts["dp2:interleaved"]["pg_loss"] == pytest.approx(-0.025)
-    assert "trl:bnpo varies with the layout" in told
+    assert "trl:bnpo varies with the layout" in told.err
 
 
-def test_normalizer_counts_the_modes_denominators_in_that_scope(capsys, tmp_path: Path, fx_b_path: str) -> None:
-    arguments = ("compare", "--rollouts", fx_b_path, "--modes", "token_mean,sample_mean", "--layouts", "dp2:interleaved")
-    step, _ = _run(capsys, tmp_path, *arguments, "--normalizer", "rank")
+def test_normalizer_counts_the_modes_denominators_in_that_scope(capsys, tmp_path: Path) -> None:
+    flags = ("--modes", "token_mean,sample_mean", "--layouts", "dp2:interleaved", "--normalizer", "rank")
+    modes = replay(capsys, tmp_path, fx_b(), *flags, "--json").modes
     # ranks (0,2) and (1,3): (-2.75/5 + 5.5/11)/2, and the mean of (-.55, .5)
-    assert step["modes"]["token_mean@rank"]["pg_loss"] == pytest.approx(-0.025)
-    assert step["modes"]["sample_mean@rank"]["pg_loss"] == pytest.approx(-0.025)
-    assert step["modes"]["token_mean@rank"]["layouts"]["dp2:interleaved"]["ranks"][1]["pg_loss"] == pytest.approx(0.25)
+    assert modes["token_mean@rank"]["pg_loss"] == pytest.approx(-0.025)
+    assert modes["sample_mean@rank"]["pg_loss"] == pytest.approx(-0.025)
+    assert modes["token_mean@rank"]["layouts"]["dp2:interleaved"]["ranks"][1]["pg_loss"] == pytest.approx(0.25)
 
 
-def test_an_alias_runs_as_what_it_stands_for_and_says_so(capsys, tmp_path: Path, fx_b_path: str) -> None:
-    step, told = _run(capsys, tmp_path, "run", "--rollouts", fx_b_path, "--loss-aggregation", "dapo")
-    assert step["modes"]["prompt_mean"]["pg_loss"] == pytest.approx(0.19375 * 2 / 4)
-    assert "note: dapo is taken as prompt_mean" in told
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+def test_an_alias_runs_as_what_it_stands_for_and_says_so(capsys, tmp_path: Path) -> None:
+    told = replay(capsys, tmp_path, fx_b(), "--loss-aggregation", "dapo", "--json", command="run")
+    assert told.modes["prompt_mean"]["pg_loss"] == pytest.approx(0.19375 * 2 / 4)
+    assert "note: dapo is taken as prompt_mean" in told.err
+    manifest = strict_json((told.output / "manifest.json").read_text())
     assert manifest["settings"]["loss_aggregation"] == "prompt_mean"
 
 
@@ -115,6 +100,5 @@ def test_an_alias_runs_as_what_it_stands_for_and_says_so(capsys, tmp_path: Path,
         (("--normalizer", "epoch"), "--normalizer 'epoch' is not one of its values"),
     ],
 )
-def test_what_a_replay_cannot_use_is_refused(arguments: tuple[str, ...], message: str, capsys, fx_b_path: str) -> None:
-    assert main(["run", "--rollouts", fx_b_path, *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_what_a_replay_cannot_use_is_refused(arguments: tuple[str, ...], message: str, capsys, tmp_path: Path) -> None:
+    assert message in refused(replay(capsys, tmp_path, fx_b(), *arguments, command="run"))

@@ -207,8 +207,8 @@ def test_a_directory_that_is_given_twice_counts_once(tmp_path: Path, capsys: pyt
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def test_mean_deviation_and_n_are_those_of_the_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """R71: 0.2, 0.4, 0.9 over seeds 1, 2, 3 give 0.5 and 0.3606 (n-1); one seed has no deviation; C moves neither A nor B."""
+def test_mean_deviation_and_n_are_those_worked_out_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """0.2, 0.4, 0.9 over seeds 1, 2, 3 give 0.5 and 0.3606 (n-1); one seed has no deviation; C moves neither A nor B."""
     a = [write_run(tmp_path / f"a{s}", "sample_mean", s, reward(v)) for s, v in ((1, 0.2), (2, 0.4), (3, 0.9))]
     b = [write_run(tmp_path / f"b{s}", "constant", s, reward(v)) for s, v in ((1, 0.3), (2, 0.45), (3, 0.8))]
     c = [write_run(tmp_path / "c1", "token_mean", 1, reward(0.7))]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from aggcli.cli.main import main
 from aggcli.config import settings_from
 from aggcli.layout.schedule import parse_layout
 from aggcli.training.stack import RunSpec
 from aggcli.training.step import rule_weights
+from tests.cli import aggcli, records
 from tests.fixtures import batch_of, fx_b
 
 
@@ -51,8 +50,9 @@ def test_each_run_of_a_stack_is_weighed_by_its_own_rule() -> None:
 def test_a_rule_that_depends_on_the_layout_trains_and_is_recorded_as_moving(arguments, tmp_path: Path, capsys) -> None:
     small = ["--steps", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--micro-batch-size", "4"]
     token_mean = ["--loss-aggregation", "token_mean"] if "--normalizer" in arguments else []
-    assert main(["run", *arguments, *token_mean, *small, "--dtype", "float64", "--output", str(tmp_path / "o")]) == 0
+    told = aggcli(capsys, "run", *arguments, *token_mean, *small, "--dtype", "float64", "--output", tmp_path / "o")
+    assert told.code == 0, told.err
     rule = "trl:bnpo" if "trl:bnpo" in arguments else "token_mean@micro-batch"
-    assert f"note: {rule} varies with the layout: the trained tokens are counted in each micro-batch" in capsys.readouterr().err
-    losses = [json.loads(line)["pg_loss"] for line in (tmp_path / "o" / "layouts.jsonl").read_text().splitlines()]
+    assert f"note: {rule} varies with the layout: the trained tokens are counted in each micro-batch" in told.err
+    losses = [line["pg_loss"] for line in records(tmp_path / "o" / "layouts.jsonl")]
     assert max(losses) - min(losses) > 1e-6

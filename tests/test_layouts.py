@@ -1,4 +1,4 @@
-"""cases/README.md, section 2: data- and context-parallel scale factors (R12, R14, R15), and every cell of the grid (R21)."""
+"""Data- and context-parallel layouts: no factor of a parallel size enters, and every cell of the grid is a number."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from aggcli.layout.views import cut
 from aggcli.measurement.local import MeasureConfig, measure
 from aggcli.measurement.reduce import combine, reduced_values
 from aggcli.objective.step import step_inputs
-from tests.fixtures import MODES, Sample, batch_of, fx_b, fx_c, random_fanout, sample
-from tests.test_cases_formulas import FX_B, LAYOUTS, Cli, exactly, per_layout, records
+from tests.cli import compared, exactly, per_layout, records, refused, replay, write_jsonl
+from tests.fixtures import FX_B, LAYOUTS, MODES, Sample, batch_of, fx_b, fx_c, random_fanout, sample
 
 
 def by_rank(samples: list[Sample], layout: str, micro_batch_size: int | None = None) -> dict[str, dict[str, float | None]]:
@@ -30,11 +30,11 @@ def by_rank(samples: list[Sample], layout: str, micro_batch_size: int | None = N
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_r12_counts_do_not_grow_with_the_number_of_ranks(tmp_path, capsys, mode) -> None:
+def test_counts_do_not_grow_with_the_number_of_ranks(tmp_path, capsys, mode) -> None:
     """FX-B has 16 tokens and 4 samples at any layout, as exact integers on disk, and the ranks' own add up to them."""
     flags = ("--prompt-mean-scale", "prompts", "--loss-aggregation", mode, "--layouts", LAYOUTS)
     divisor = ("--loss-aggregation-divisor", 10) if mode == "constant" else ()
-    told = Cli(tmp_path, capsys).replay(fx_b(), *flags, *divisor, command="run")
+    told = replay(capsys, tmp_path, fx_b(), *flags, *divisor, command="run")
     assert told.code == 0, told.err
     lines = records(told.output / "layouts.jsonl")
     assert [line["layout"] for line in lines] == LAYOUTS.split(",")
@@ -48,11 +48,11 @@ def test_r12_counts_do_not_grow_with_the_number_of_ranks(tmp_path, capsys, mode)
         assert sum(rank["pg_loss"] for rank in line["ranks"]) == exactly(line["pg_loss"])
 
 
-def test_r14_a_rank_of_few_tokens_weighs_no_more_than_its_tokens(tmp_path, capsys) -> None:
+def test_a_rank_of_few_tokens_weighs_no_more_than_its_tokens(tmp_path, capsys) -> None:
     """Ranks {0} and {1,2,3}: sample 0, of 1 token and a long prompt, is alone. Its share of token_mean is -0.55/16."""
     samples = fx_b()
     samples[0]["total_length"] = 100
-    told = Cli(tmp_path, capsys).compare(samples, "--layouts", "dp2:balanced")
+    told = compared(capsys, tmp_path, samples, "--layouts", "dp2:balanced")
     layout = told.modes["token_mean"]["layouts"]["dp2:balanced"]
     assert [rank["partition"] for rank in layout["ranks"]] == [[0], [1, 2, 3]]
     assert [rank["tokens"] for rank in layout["ranks"]] == [1, 15]
@@ -62,9 +62,9 @@ def test_r14_a_rank_of_few_tokens_weighs_no_more_than_its_tokens(tmp_path, capsy
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_r14_context_parallel_ranks_do_not_each_count_the_whole_mask(tmp_path, capsys, cp) -> None:
+def test_context_parallel_ranks_do_not_each_count_the_whole_mask(tmp_path, capsys, cp) -> None:
     """The fault: 0.0859375 and 32 tokens at CP2."""
-    told = Cli(tmp_path, capsys).compare(fx_b(), "--layouts", f"dp1cp{cp},dp2cp{cp}")
+    told = compared(capsys, tmp_path, fx_b(), "--layouts", f"dp1cp{cp},dp2cp{cp}")
     assert per_layout(told, "token_mean", "pg_loss") == [exactly(0.171875)] * 3
     assert per_layout(told, "token_mean", "tokens") == [16] * 3
     for layout in told.modes["token_mean"]["layouts"].values():
@@ -72,9 +72,9 @@ def test_r14_context_parallel_ranks_do_not_each_count_the_whole_mask(tmp_path, c
         assert all(len(rank["cp_tokens"]) == cp for rank in layout["ranks"])
 
 
-def test_r15_no_mode_takes_a_factor_of_the_parallel_sizes(tmp_path, capsys) -> None:
+def test_no_mode_takes_a_factor_of_the_parallel_sizes(tmp_path, capsys) -> None:
     grid = ",".join(f"dp{dp}cp{cp}" for dp, cp in itertools.product((1, 2, 4), (1, 2, 4)))
-    told = Cli(tmp_path, capsys).compare(fx_b(), "--layouts", grid)
+    told = compared(capsys, tmp_path, fx_b(), "--layouts", grid)
     for mode in MODES:
         assert per_layout(told, mode, "pg_loss") == [exactly(FX_B[mode])] * 10
         norms = per_layout(told, mode, "grad_norm")
@@ -82,15 +82,14 @@ def test_r15_no_mode_takes_a_factor_of_the_parallel_sizes(tmp_path, capsys) -> N
         assert norms[0] > 0
 
 
-def test_r15_a_sample_with_one_trained_token_gives_the_same_loss_wherever_that_token_lies(tmp_path, capsys) -> None:
+def test_a_sample_with_one_trained_token_gives_the_same_loss_wherever_that_token_lies(tmp_path, capsys) -> None:
     """One trained token of loss 1, at each of 12 places: mean 1 (fault at CP2: half), constant 1/10."""
-    cli = Cli(tmp_path, capsys)
     folder = tmp_path / "places"
     folder.mkdir()
     for at in range(12):
         mask = [int(t == at) for t in range(12)]
-        cli.file([sample(12, advantage=-1, group_index=0, loss_mask=mask)], f"places/{at}.jsonl")
-    told = cli.compare(folder, "--layouts", "dp1,dp1cp2,dp1cp4,dp2cp2")
+        write_jsonl(tmp_path / f"places/{at}.jsonl", [sample(12, advantage=-1, group_index=0, loss_mask=mask)])
+    told = compared(capsys, tmp_path, folder, "--layouts", "dp1,dp1cp2,dp1cp4,dp2cp2")
     assert len(told.steps) == 12
     for step, (mode, loss) in itertools.product(told.steps, zip(MODES, (1.0, 1.0, 1.0, 0.1), strict=True)):
         values = step["modes"][mode]
@@ -101,7 +100,7 @@ def test_r15_a_sample_with_one_trained_token_gives_the_same_loss_wherever_that_t
 @pytest.mark.parametrize("size", [1, 2, 3, None])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("dp", [1, 2, 4, 8])
-def test_r15_the_ranks_own_sums_add_up_to_the_closed_form(dp, cp, size) -> None:
+def test_the_ranks_own_sums_add_up_to_the_closed_form(dp, cp, size) -> None:
     """FX-B and FX-C; one trained token of loss 1 among 12."""
     single = [sample(12, advantage=-1, group_index=0, loss_mask=[int(t == 7) for t in range(12)])]
     fx_c_values = dict(zip(MODES, (-0.125, -1 / 7, -1.5 / 13, -0.0375), strict=True))
@@ -113,11 +112,11 @@ def test_r15_the_ranks_own_sums_add_up_to_the_closed_form(dp, cp, size) -> None:
             assert (found[mode]["tokens"], found[mode]["samples"]) == (tokens, len(samples))
 
 
-def test_r21_every_cell_of_mode_and_layout_is_a_number(tmp_path, capsys) -> None:
+def test_every_cell_of_mode_and_layout_is_a_number(tmp_path, capsys) -> None:
     """Nothing valid is refused: 4 modes, DP 1,2,3,8, CP 1,2,4, four partition rules, on a batch with fan-out and masks."""
     rules = ("first-fit", "interleaved", "contiguous", "balanced")
     cells = [f"dp{dp}cp{cp}:{rule}" for dp, cp, rule in itertools.product((1, 2, 3, 8), (1, 2, 4), rules)]
-    told = Cli(tmp_path, capsys).compare(random_fanout(), "--layouts", ",".join(cells), "--no-samples")
+    told = compared(capsys, tmp_path, random_fanout(), "--layouts", ",".join(cells), "--no-samples")
     for mode in MODES:
         layouts = told.modes[mode]["layouts"]
         assert list(layouts) == cells
@@ -140,13 +139,21 @@ def test_r21_every_cell_of_mode_and_layout_is_a_number(tmp_path, capsys) -> None
         (("--cp", "0"), "--cp 0: must be at least 1"),
     ],
 )
-def test_r21_a_refused_cell_names_what_is_not_supported(tmp_path, capsys, flags, named) -> None:
-    assert named in Cli(tmp_path, capsys).replay(fx_b(), *flags).refusal
+def test_a_refused_cell_names_what_is_not_supported(tmp_path, capsys, flags, named) -> None:
+    assert named in refused(replay(capsys, tmp_path, fx_b(), *flags))
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "token_mean"])
-def test_r21_the_one_pair_of_modes_that_excludes_itself_is_named(tmp_path, capsys, mode) -> None:
-    told = Cli(tmp_path, capsys).replay(
-        fx_b(), "--loss-aggregation", mode, "--loss-aggregation-divisor", 10, "--calculate-per-token-loss", command="run"
+def test_the_one_pair_of_modes_that_excludes_itself_is_named(tmp_path, capsys, mode) -> None:
+    told = replay(
+        capsys,
+        tmp_path,
+        fx_b(),
+        "--loss-aggregation",
+        mode,
+        "--loss-aggregation-divisor",
+        10,
+        "--calculate-per-token-loss",
+        command="run",
     )
-    assert f"--calculate-per-token-loss is token_mean and cannot go with --loss-aggregation {mode}" in told.refusal
+    assert f"--calculate-per-token-loss is token_mean and cannot go with --loss-aggregation {mode}" in refused(told)

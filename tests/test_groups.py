@@ -1,4 +1,4 @@
-"""cases/README.md, section 5: groups, fan-out and advantages (R34, R36, R37, R39, R41, R43)."""
+"""Prompt groups, fan-out and advantages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fixtures import Sample, fx_d, sample
-from tests.test_cases_formulas import Cli, exactly, per_layout
+from aggcli.objective.aggregation import sample_weights, step_denominators
+from tests.cli import compared, exactly, per_layout, refused, replay, write_jsonl
+from tests.fixtures import Sample, batch_of, fx_b, fx_d, sample
 
 STD = "(reward - group mean) / (std + 1e-6), std with n-1"
 
@@ -24,21 +25,23 @@ def rewarded(*rewards: tuple[int, float | None], lengths: Sequence[int] | None =
     ]
 
 
-def advantages_of(cli: Cli, samples: list[Sample], rule: str = "mean_only") -> list[float]:
+def advantages_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, samples: list[Sample], rule: str = "mean_only"
+) -> list[float]:
     """Each sample's advantage, seen from outside: alone on its rank, its share under `constant` is -A * tokens / (N * 10)."""
     n = len(samples)
-    told = cli.compare(samples, "--advantages", rule, "--layouts", f"dp{n}:contiguous")
+    told = compared(capsys, tmp_path, samples, "--advantages", rule, "--layouts", f"dp{n}:contiguous")
     ranks = told.modes["constant"]["layouts"][f"dp{n}:contiguous"]["ranks"]
     assert [rank["partition"] for rank in ranks] == [[at] for at in range(n)]
     rollouts = told.modes["constant"]["rollouts"]
     return [-rank["pg_loss"] * rollouts * 10 / rank["tokens"] for rank in ranks]
 
 
-# -- R34 ------------------------------------------------------------------------------------------------------------
+# -- baselines --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffle", [None, 1, 2, 3])
-def test_r34_uneven_groups_each_have_their_own_baseline_in_any_row_order(tmp_path, capsys, shuffle) -> None:
+def test_uneven_groups_each_have_their_own_baseline_in_any_row_order(tmp_path, capsys, shuffle) -> None:
     """FX-D: ±0.5; exactly 0 for equal rewards; -1/3, -1/3, 2/3. One baseline for all would give g1 0.4444."""
     expected = [0.5, -0.5, 0.5, -0.5, 0.0, 0.0, -1 / 3, -1 / 3, 2 / 3]
     rows = [
@@ -46,35 +49,33 @@ def test_r34_uneven_groups_each_have_their_own_baseline_in_any_row_order(tmp_pat
     ]
     if shuffle is not None:
         random.Random(shuffle).shuffle(rows)
-    cli = Cli(tmp_path, capsys)
-    assert advantages_of(cli, [s for s, _ in rows]) == [exactly(advantage) for _, advantage in rows]
+    assert advantages_of(capsys, tmp_path, [s for s, _ in rows]) == [exactly(advantage) for _, advantage in rows]
     # With the n-1 deviation: 1/sqrt(3) = 0.57735 in g0 and in g2 alike.
     by_std = [exactly(advantage / (3**-0.5 + 1e-6)) for _, advantage in rows]
-    assert advantages_of(cli, [s for s, _ in rows], "grpo") == by_std
+    assert advantages_of(capsys, tmp_path, [s for s, _ in rows], "grpo") == by_std
 
 
-def test_r34_equal_rewards_up_to_rounding_give_exactly_0(tmp_path, capsys) -> None:
+def test_equal_rewards_up_to_rounding_give_exactly_0(tmp_path, capsys) -> None:
     """0.1 + 0.2 and 0.3 differ in the last bit; divided by their tiny deviation they would give ±0.7."""
     samples = rewarded((0, 0.1 + 0.2), (0, 0.3), (1, 1.0), (1, 0.0))
-    assert advantages_of(Cli(tmp_path, capsys), samples, "grpo")[:2] == [0.0, 0.0]
+    assert advantages_of(capsys, tmp_path, samples, "grpo")[:2] == [0.0, 0.0]
 
 
-def test_r34_a_rollout_of_many_samples_enters_its_group_once(tmp_path, capsys) -> None:
+def test_a_rollout_of_many_samples_enters_its_group_once(tmp_path, capsys) -> None:
     """Rollout x has reward 1 and three samples, y has 0: mean 0.5, not 0.75."""
     samples = [s | {"rollout_id": r} for s, r in zip(rewarded((0, 1), (0, 1), (0, 1), (0, 0)), "xxxy", strict=True)]
-    assert advantages_of(Cli(tmp_path, capsys), samples) == [exactly(a) for a in (0.5, 0.5, 0.5, -0.5)]
+    assert advantages_of(capsys, tmp_path, samples) == [exactly(a) for a in (0.5, 0.5, 0.5, -0.5)]
 
 
-def test_r34_an_unscored_rollout_stays_out_of_its_group_and_gets_0(tmp_path, capsys) -> None:
+def test_an_unscored_rollout_stays_out_of_its_group_and_gets_0(tmp_path, capsys) -> None:
     samples = rewarded((0, 1), (0, 0), (0, None), (0, math.nan))
-    cli = Cli(tmp_path, capsys)
-    assert advantages_of(cli, samples) == [exactly(0.5), exactly(-0.5), 0.0, 0.0]
-    told = cli.compare(samples)
+    assert advantages_of(capsys, tmp_path, samples) == [exactly(0.5), exactly(-0.5), 0.0, 0.0]
+    told = compared(capsys, tmp_path, samples)
     assert told.modes["sample_mean"]["unscored_samples"] == 2
     assert told.modes["sample_mean"]["rollouts"] == 4
 
 
-# -- R36 ------------------------------------------------------------------------------------------------------------
+# -- rollouts of several samples --------------------------------------------------------------------------------------
 
 
 def fan_out(ids: Sequence[object], rewards: Sequence[float] = (1, 1, 0)) -> list[Sample]:
@@ -83,43 +84,60 @@ def fan_out(ids: Sequence[object], rewards: Sequence[float] = (1, 1, 0)) -> list
     return [sample(n, advantage=a, rollout_id=r, reward=reward, group_index=0) for n, a, r, reward in rows]
 
 
-def test_r36_with_no_rollout_id_at_all_each_row_is_its_own_rollout_and_that_is_said_once(tmp_path, capsys) -> None:
+def test_with_no_rollout_id_at_all_each_row_is_its_own_rollout_and_that_is_said_once(tmp_path, capsys) -> None:
     """(1 + 3 + 7)/3. As a fan-out of two siblings: ((2*1 + 3*3)/5 + 7)/2."""
-    cli = Cli(tmp_path, capsys)
     folder = tmp_path / "steps"
     folder.mkdir()
     for step in range(3):
-        cli.file(fan_out([None] * 3), f"steps/{step}.jsonl")
-    told = cli.compare(folder)
+        write_jsonl(tmp_path / f"steps/{step}.jsonl", fan_out([None] * 3))
+    told = compared(capsys, tmp_path, folder)
     assert [step["modes"]["sample_mean"]["pg_loss"] for step in told.steps] == [exactly(11 / 3)] * 3
     assert told.err.count("rollout_id is null on every sample: each sample is its own rollout") == 1
-    told = cli.compare(fan_out([5, 5, 6]))
+    told = compared(capsys, tmp_path, fan_out([5, 5, 6]))
     assert told.modes["sample_mean"]["pg_loss"] == exactly((11 / 5 + 7) / 2)
     assert "rollout_id is null" not in told.err
 
 
-def test_r36_rollout_ids_on_some_rows_only_are_refused_by_row(tmp_path, capsys) -> None:
-    line = Cli(tmp_path, capsys).replay(fan_out([5, None, 6])).refusal
+def test_rollout_ids_on_some_rows_only_are_refused_by_row(tmp_path, capsys) -> None:
+    line = refused(replay(capsys, tmp_path, fan_out([5, None, 6])))
     assert "rollout_id is null on samples 1 but given on others" in line
 
 
-def test_r36_siblings_with_different_rewards_are_refused_by_row(tmp_path, capsys) -> None:
-    line = Cli(tmp_path, capsys).replay(fan_out([5, 6, 5])).refusal
+def test_siblings_with_different_rewards_are_refused_by_row(tmp_path, capsys) -> None:
+    line = refused(replay(capsys, tmp_path, fan_out([5, 6, 5])))
     assert "samples 0, 2 share rollout_id 5 but differ in reward" in line
 
 
-def test_r36_a_sibling_is_scored_or_unscored_like_its_rollout(tmp_path, capsys) -> None:
-    line = Cli(tmp_path, capsys).replay(fan_out([5, 6, 5], [1, 0, math.nan])).refusal
+def test_a_sibling_is_scored_or_unscored_like_its_rollout(tmp_path, capsys) -> None:
+    line = refused(replay(capsys, tmp_path, fan_out([5, 6, 5], [1, 0, math.nan])))
     assert "samples 0, 2 share rollout_id 5 but differ in reward" in line
 
 
-# -- R37, R39 -------------------------------------------------------------------------------------------------------
+# -- groups as denominators -------------------------------------------------------------------------------------------
 
 
-def test_r37_groups_that_carry_no_signal_are_counted(tmp_path, capsys) -> None:
+def test_only_prompt_mean_builds_prompt_mask_sums_and_misses_them_loudly() -> None:
+    batch = batch_of(fx_b())
+    assert "prompt_mask_sums" not in step_denominators(batch, prompt_sums=False)
+    assert step_denominators(batch, prompt_sums=True)["prompt_mask_sums"].tolist() == [4, 4, 12, 12]
+    with pytest.raises(KeyError, match="prompt_mask_sums"):
+        sample_weights("prompt_mean", step_denominators(batch, prompt_sums=False))
+
+
+def test_a_group_that_straddles_two_optimizer_steps_is_refused_with_the_flag_to_change(tmp_path, capsys) -> None:
+    flags = ("--loss-aggregation", "prompt_mean", "--global-batch-size", 3)
+    line = refused(replay(capsys, tmp_path, fx_b(), *flags, command="run"))
+    assert "straddles optimizer steps 0 and 1" in line
+    assert "--global-batch-size" in line
+
+
+# -- groups without a signal ------------------------------------------------------------------------------------------
+
+
+def test_groups_that_carry_no_signal_are_counted(tmp_path, capsys) -> None:
     """3 groups of 4: all 1, all 0, and 1,0,0,0; nothing is dropped in a replay, so N = 12 and P = 3."""
     samples = rewarded(*((0, 1),) * 4, *((1, 0),) * 4, (2, 1), (2, 0), (2, 0), (2, 0))
-    told = Cli(tmp_path, capsys).compare(samples, "--layouts", "dp1,dp4")
+    told = compared(capsys, tmp_path, samples, "--layouts", "dp1,dp4")
     names = ("groups", "zero_variance_groups", "all_right_groups", "all_wrong_groups", "rollouts", "prompts")
     for mode in told.modes:
         assert [told.modes[mode][name] for name in names] == [3, 2, 1, 1, 12, 3]
@@ -127,20 +145,19 @@ def test_r37_groups_that_carry_no_signal_are_counted(tmp_path, capsys) -> None:
     assert "zero-variance groups 2/3" in told.err
 
 
-def test_r37_a_batch_of_equal_groups_only_ends_with_a_plain_message(tmp_path, capsys) -> None:
-    told = Cli(tmp_path, capsys).compare(rewarded(*((0, 1),) * 4, *((1, 0),) * 4, *((2, 1),) * 4))
+def test_a_batch_of_equal_groups_only_ends_with_a_plain_message(tmp_path, capsys) -> None:
+    told = compared(capsys, tmp_path, rewarded(*((0, 1),) * 4, *((1, 0),) * 4, *((2, 1),) * 4))
     assert told.modes["sample_mean"]["zero_variance_groups"] == 3
     assert "zero-variance groups 3/3: every advantage is 0, so pg_loss is exactly 0 and there is no signal" in told.err
 
 
 @pytest.mark.parametrize("beta", [0, 0.1])
-def test_r39_equal_groups_lose_nothing_but_the_kl_term_shown_apart(tmp_path, capsys, beta) -> None:
+def test_equal_groups_lose_nothing_but_the_kl_term_shown_apart(tmp_path, capsys, beta) -> None:
     """new - reference = 0.1 on every token: k3 = exp(-0.1) - 1 + 0.1 = 0.0048374; the batch's n-1 deviation is 0.5774."""
     streams = {"log_probs": [-1.0, -2.0], "old_log_probs": [-1.0, -2.0], "ref_log_probs": [-1.1, -2.1]}
     samples = [s | streams for s in rewarded((0, 1), (0, 1), (1, 0), (1, 0))]
-    cli = Cli(tmp_path, capsys)
-    path = cli.file(samples)
-    told = cli.compare(path, "--kl-coef", beta, "--layouts", "dp1,dp2")
+    path = write_jsonl(tmp_path / "rollouts.jsonl", samples)
+    told = compared(capsys, tmp_path, path, "--kl-coef", beta, "--layouts", "dp1,dp2")
     kl = math.exp(-0.1) - 0.9
     for mode in told.modes:
         assert per_layout(told, mode, "pg_loss") == [0.0] * 3
@@ -150,7 +167,7 @@ def test_r39_equal_groups_lose_nothing_but_the_kl_term_shown_apart(tmp_path, cap
         assert told.modes[mode]["raw_reward_batch_std"] == pytest.approx(0.5773503, abs=1e-7)
     assert "zero-variance groups 2/2: every advantage is 0, so pg_loss is exactly 0" in told.err
     assert ("what moves the policy is the KL term alone" in told.err) == (beta > 0)
-    rows = [line.split() for line in cli.replay(path, "--kl-coef", beta, "--layouts", "dp1").out.splitlines()]
+    rows = [line.split() for line in replay(capsys, tmp_path, path, "--kl-coef", beta, "--layouts", "dp1").out.splitlines()]
     assert ["zero_variance_groups", "2"] in rows
     assert ["groups", "2"] in rows
     assert ["pg_loss", "0", "0", "0", "0"] in rows
@@ -158,32 +175,31 @@ def test_r39_equal_groups_lose_nothing_but_the_kl_term_shown_apart(tmp_path, cap
     assert [row[0] for row in rows if row[:1] == ["loss"]] == (["loss"] if beta else [])
 
 
-# -- R41, R43 -------------------------------------------------------------------------------------------------------
+# -- the deviation ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["grpo", "mean_only"])
-def test_r41_a_group_of_one_gets_0_and_stays_finite(tmp_path, capsys, rule) -> None:
-    found = advantages_of(Cli(tmp_path, capsys), rewarded((0, 1), (1, 1), (1, 0), (1, 0)), rule)
+def test_a_group_of_one_gets_0_and_stays_finite(tmp_path, capsys, rule) -> None:
+    found = advantages_of(capsys, tmp_path, rewarded((0, 1), (1, 1), (1, 0), (1, 0)), rule)
     scale = 1.0 if rule == "mean_only" else 1 / (3**-0.5 + 1e-6)
     assert found == [0.0, *(exactly(a * scale) for a in (2 / 3, -1 / 3, -1 / 3))]
 
 
-def test_r41_singletons_only_are_told_to_carry_no_signal(tmp_path, capsys) -> None:
-    told = Cli(tmp_path, capsys).compare(rewarded((0, 1), (1, 0), (2, 1)), "--layouts", "dp1,dp3")
+def test_singletons_only_are_told_to_carry_no_signal(tmp_path, capsys) -> None:
+    told = compared(capsys, tmp_path, rewarded((0, 1), (1, 0), (2, 1)), "--layouts", "dp1,dp3")
     for mode in told.modes:
         assert per_layout(told, mode, "pg_loss") == [0.0] * 3
         assert told.modes[mode]["grad_norm"] == 0.0
     assert "zero-variance groups 3/3: every advantage is 0, so pg_loss is exactly 0 and there is no signal" in told.err
 
 
-def test_r43_the_deviation_divides_by_n_minus_1_and_the_rule_is_printed(tmp_path, capsys) -> None:
+def test_the_deviation_divides_by_n_minus_1_and_the_rule_is_printed(tmp_path, capsys) -> None:
     """Rewards 1,0: 0.5 / (0.70711 + 1e-6) = 0.70711; dividing by n would give 1."""
-    cli = Cli(tmp_path, capsys)
     samples = rewarded((0, 1), (0, 0))
-    found = advantages_of(cli, samples, "grpo")
+    found = advantages_of(capsys, tmp_path, samples, "grpo")
     assert found == [exactly(0.5 / (0.5**0.5 + 1e-6)), exactly(-0.5 / (0.5**0.5 + 1e-6))]
     assert found[0] == pytest.approx(0.7071, abs=1e-4)
-    assert f"advantages: from rewards: {STD}" in cli.replay(samples).out
+    assert f"advantages: from rewards: {STD}" in replay(capsys, tmp_path, samples).out
 
 
 def slime_dump(path: Path, samples: list[Sample]) -> Path:
@@ -192,20 +208,19 @@ def slime_dump(path: Path, samples: list[Sample]) -> Path:
     return path
 
 
-def test_r43_every_source_of_rollouts_uses_the_same_rule(tmp_path, capsys) -> None:
+def test_every_source_of_rollouts_uses_the_same_rule(tmp_path, capsys) -> None:
     """JSONL, a slime dump and synthetic rollouts; a file's own advantages are used, and named, where it has them."""
-    cli = Cli(tmp_path, capsys)
     samples = rewarded((0, 1), (0, 0), (1, 1), (1, 0), lengths=(1, 3, 4, 8))
-    lines = cli.compare(samples)
-    dump = cli.compare(slime_dump(tmp_path / "0.pt", samples))
-    synthetic = cli.compare("synthetic", "--synthetic-prompts", 4)
+    lines = compared(capsys, tmp_path, samples)
+    dump = compared(capsys, tmp_path, slime_dump(tmp_path / "0.pt", samples))
+    synthetic = compared(capsys, tmp_path, "synthetic", "--synthetic-prompts", 4)
     for told in (lines, dump, synthetic):
         assert told.step["advantages"] == f"from rewards: {STD}"
     assert lines.modes["token_mean"]["pg_loss"] == exactly(0.1875 / (0.5**0.5 + 1e-6))
     for mode in lines.modes:
         assert dump.modes[mode]["pg_loss"] == lines.modes[mode]["pg_loss"]
-    own = cli.compare([s | {"advantage": 0.25} for s in samples])
+    own = compared(capsys, tmp_path, [s | {"advantage": 0.25} for s in samples])
     assert own.step["advantages"] == "recorded in the file"
     assert own.modes["token_mean"]["pg_loss"] == exactly(-0.25)
-    again = cli.compare([s | {"advantage": 0.25} for s in samples], "--advantages", "grpo")
+    again = compared(capsys, tmp_path, [s | {"advantage": 0.25} for s in samples], "--advantages", "grpo")
     assert again.modes["token_mean"]["pg_loss"] == exactly(0.1875 / (0.5**0.5 + 1e-6))
