@@ -1,8 +1,11 @@
-"""Calling the command line in this process, as a user would see it: the one way in which tests call it."""
+"""Calling the command line as a user does, in this process or as a process of its own: the one way in which tests call it."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 
 from aggcli.cli.main import main
+
+ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,38 @@ def aggcli(capsys: pytest.CaptureFixture[str], *arguments: object) -> Result:
     code = main(words)
     captured = capsys.readouterr()
     return Result(code, captured.out, captured.err, _output_in(words))
+
+
+def results_of(*arguments: object) -> Path:
+    """The `--output` of a call that must succeed, where nothing captures what it says: in the fixture of a module."""
+    words = [str(argument) for argument in arguments]
+    assert main(words) == 0
+    folder = _output_in(words)
+    assert folder is not None
+    return folder
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process of its own: it imports this repository, and takes one thread for an operation."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def started(*arguments: object) -> subprocess.Popen[str]:
+    """`aggcli` as a process of its own, whose stderr the test reads."""
+    command = [sys.executable, "-m", "aggcli", *map(str, arguments)]
+    return subprocess.Popen(command, env=environment(), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def completed(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A Python process with these arguments, run to its end; `options` are those of `subprocess.run`."""
+    options = {"env": environment(), "timeout": 600, **options}
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False, **options)
+
+
+def on_ranks(ranks: int, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A module on that many ranks of torchrun, as a user starts them."""
+    torchrun = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    return completed(*torchrun, f"--nproc-per-node={ranks}", "-m", *arguments, **options)
 
 
 def _output_in(words: Sequence[str]) -> Path | None:

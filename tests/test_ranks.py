@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli import ROOT, completed, on_ranks
 from tests.rank_worker import FIXTURES, LAYOUTS
 
-ROOT = Path(__file__).parent.parent
 DUMP = Path(__file__).parent / "data" / "slime_rollout" / "0.pt"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-
-
-def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, **options)
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
     output = tmp_path_factory.mktemp("ranks") / "numbers.json"
-    done = _run([*TORCHRUN, "--nproc-per-node=4", "-m", "tests.rank_worker", str(output)], cwd=ROOT)
+    done = on_ranks(4, "tests.rank_worker", output, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return {(entry["layout"], entry["fixture"]): entry for entry in json.loads(output.read_text())}
 
@@ -58,7 +50,7 @@ def _json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("alone")
     layouts = "dp2cp2:first-fit,dp3:first-fit"
-    return _json(_run([sys.executable, "-m", "aggcli", *_arguments(folder), "--layouts", layouts]))
+    return _json(completed("-m", "aggcli", *_arguments(folder), "--layouts", layouts))
 
 
 def _arguments(folder: Path) -> list[str]:
@@ -78,7 +70,7 @@ def _same_numbers(real: dict[str, Any], twin: dict[str, Any]) -> None:
 
 
 def test_our_own_launcher_on_dp2_cp2_gives_the_in_process_report(tmp_path: Path, in_process: dict[str, Any]) -> None:
-    done = _run([sys.executable, "-m", "aggcli", *_arguments(tmp_path), "--dp", "2", "--cp", "2"])
+    done = completed("-m", "aggcli", *_arguments(tmp_path), "--dp", 2, "--cp", 2)
     for mode, values in _json(done).items():
         _same_numbers(values["layouts"]["dp2cp2:first-fit"], in_process[mode]["layouts"]["dp2cp2:first-fit"])
     layouts = (tmp_path / "out" / "sample_mean" / "layouts.jsonl").read_text().splitlines()
@@ -86,13 +78,13 @@ def test_our_own_launcher_on_dp2_cp2_gives_the_in_process_report(tmp_path: Path,
 
 
 def test_a_users_torchrun_is_joined_and_gives_the_in_process_report(tmp_path: Path, in_process: dict[str, Any]) -> None:
-    done = _run([*TORCHRUN, "--nproc-per-node=3", "-m", "aggcli", *_arguments(tmp_path)])
+    done = on_ranks(3, "aggcli", *_arguments(tmp_path))
     for mode, values in _json(done).items():
         _same_numbers(values["layouts"]["dp3:first-fit"], in_process[mode]["layouts"]["dp3:first-fit"])
 
 
 def test_a_users_mistake_on_real_ranks_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    done = _run([sys.executable, "-m", "aggcli", "run", "--rollouts", str(tmp_path / "nothing.pt"), "--dp", "2"])
+    done = completed("-m", "aggcli", "run", "--rollouts", tmp_path / "nothing.pt", "--dp", 2)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "nothing.pt" in done.stderr

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from aggcli.cli.main import main
 from aggcli.config import FIELDS
 from aggcli.measurement.catalogue import METRICS
 from aggcli.report.schema import FILES, json_schema
-from tests.cli import aggcli, refused, strict_json
+from tests.cli import aggcli, refused, results_of, strict_json
 
 TRAINING = ("--steps", 1, "--rollout-batch-size", 2, "--n-samples-per-prompt", 4, "--device", "cpu", "--log-correct-samples")
 
@@ -31,7 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "trained": ("compare", "--modes", "sample_mean,constant", "--seeds", 2, "--kl-coef", 0.1, *TRAINING),
     }
     for name, call in calls.items():
-        assert main([*map(str, call), "--output", str(folder / name)]) == 0
+        results_of(*call, "--output", folder / name)
     return folder
 
 

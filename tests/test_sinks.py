@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -25,12 +24,11 @@ from aggcli.config import settings_from
 from aggcli.errors import RecordError, SettingError
 from aggcli.measurement.catalogue import describe
 from aggcli.ownership import fresh_directory
-from tests.cli import aggcli, refused, strict_json, write_jsonl
+from tests.cli import ROOT, aggcli, completed, environment, refused, results_of, strict_json, write_jsonl
 from tests.fixtures import fx_b, fx_e
-from tests.train_worker import SMALL
+from tests.train_worker import flags
 
-ROOT = Path(__file__).parent.parent
-FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "steps"]
+FLAGS = flags(steps=None)
 RUN = ["run", *FLAGS, "--checkpoint-every=2", "--no-layout-records"]
 COMPARE = ["compare", "--modes=sample_mean,token_mean", "--seeds=2", *FLAGS, "--no-layout-records"]
 Curves = dict[str, list[tuple[int, float]]]
@@ -156,11 +154,8 @@ def configs(results: Path) -> list[tuple[str, dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two modes x two seeds, three rollout steps of two optimizer steps each, mirrored into TensorBoard."""
-    from aggcli.cli.main import main
-
     directory = tmp_path_factory.mktemp("trained") / "out"
-    assert main([*COMPARE, "--steps=3", "--global-batch-size=8", "--log-to=tensorboard", f"--output={directory}"]) == 0
-    return directory
+    return results_of(*COMPARE, "--steps=3", "--global-batch-size=8", "--log-to=tensorboard", "--output", directory)
 
 
 def test_tensorboard_shows_every_number_of_every_run_at_its_optimizer_step_to_the_last_bit_of_float32(trained: Path) -> None:
@@ -247,11 +242,7 @@ def test_event_files_that_were_deleted_are_made_again_from_the_records_on_resume
 
 
 def test_only_the_root_writes_when_there_are_several_ranks(tmp_path: Path) -> None:
-    command = [*RUN, "--steps=2", "--dp=2", "--log-to=tensorboard", f"--output={tmp_path / 'out'}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    told = subprocess.run(
-        [sys.executable, "-m", "aggcli", *command], env=environment, capture_output=True, text=True, timeout=300
-    )
+    told = completed("-m", "aggcli", *RUN, "--steps=2", "--dp=2", "--log-to=tensorboard", "--output", tmp_path / "out")
     assert told.returncode == 0, told.stderr
     assert len(list((tmp_path / "out" / "tensorboard").iterdir())) == 1
     assert shown(tmp_path / "out") == recorded(tmp_path / "out", np.float32)
@@ -327,17 +318,11 @@ def test_the_real_trackio_holds_what_metrics_jsonl_holds_and_nothing_reaches_the
     )
     directory = tmp_path / "out"
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_TOKEN": "x", "TRACKIO_SPACE_ID": "a/b"}
+    own = environment(PYTHONPATH=paths, HF_TOKEN="x", TRACKIO_SPACE_ID="a/b")
 
     def run(steps: int, *more: str) -> None:
         command = [*COMPARE, "--processes=2", f"--steps={steps}", "--checkpoint-every=2", "--log-to=trackio", "--json"]
-        told = subprocess.run(
-            [sys.executable, "-W", "error", "-m", "aggcli", *command, f"--output={directory}", *more],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        told = completed("-W", "error", "-m", "aggcli", *command, "--output", directory, *more, env=own)
         assert told.returncode == 0, told.stderr
         strict_json(told.stdout)
         assert all(line.startswith("note: ") for line in told.stderr.splitlines()), told.stderr
@@ -386,8 +371,8 @@ def test_what_is_not_finite_or_no_number_is_not_given_to_a_sink() -> None:
 
 
 def test_the_setting_is_a_list_with_commas_or_repeated_and_an_unknown_name_is_refused(capsys) -> None:
-    for flags in (["--log-to=tensorboard,trackio"], ["--log-to=tensorboard", "--log-to=trackio"]):
-        assert 'log_to = ["tensorboard", "trackio"]' in aggcli(capsys, "run", *flags, "--dry-run").out
+    for given in (["--log-to=tensorboard,trackio"], ["--log-to=tensorboard", "--log-to=trackio"]):
+        assert 'log_to = ["tensorboard", "trackio"]' in aggcli(capsys, "run", *given, "--dry-run").out
     assert "log_to = []" in aggcli(capsys, "compare", "--dry-run").out
     assert settings_from({"log_to": "trackio"}).log_to == ("trackio",)
     assert "did you mean 'tensorboard'?" in refused(aggcli(capsys, "run", "--log-to=tensorbord"))
@@ -399,11 +384,10 @@ def test_no_sink_is_imported_unless_it_is_asked_for_and_none_brings_torch_or_ten
         "import sys\nfrom aggcli.cli.main import main\nassert main(sys.argv[1:]) == 0\n"
         "print(*(name for name in ('tensorboard', 'trackio', 'tensorflow', 'torch.utils.tensorboard') if name in sys.modules))"
     )
-    for flags, expected in (([], ""), (["--log-to=tensorboard"], "tensorboard")):
-        output = tmp_path / str(len(flags))
-        command = [sys.executable, "-W", "error", "-c", code, "run", f"--rollouts={rollouts}", "--json", f"--output={output}"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        told = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True, timeout=120)
+    for more, expected in (([], ""), (["--log-to=tensorboard"], "tensorboard")):
+        output = tmp_path / str(len(more))
+        command = ("run", f"--rollouts={rollouts}", "--json", f"--output={output}", *more)
+        told = completed("-W", "error", "-c", code, *command)
         assert told.returncode == 0, told.stderr
         answer, imported, _ = told.stdout.split("\n")
         assert strict_json(answer)["schema"] == 1

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,12 +22,11 @@ from aggcli.team import MemberFailed, Team, together
 from aggcli.training.loop import TrainedStep
 from aggcli.training.report import RunReport
 from aggcli.training.stack import RunSpec
-from tests.cli import aggcli, refused
+from tests.cli import aggcli, refused, results_of, started
 from tests.fixtures import MODES
-from tests.train_worker import SMALL
+from tests.train_worker import flags
 
-ROOT = Path(__file__).parent.parent
-FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "steps"]
+FLAGS = flags(steps=None)
 
 
 def test_every_member_has_its_number_and_the_root_gets_all_results_in_order() -> None:
@@ -155,11 +153,8 @@ def test_members_end_with_a_root_that_fails(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from aggcli.cli.main import main
-
     directory = tmp_path_factory.mktemp("alone") / "out"
-    assert main(["compare", *FLAGS, "--seeds=2", "--steps=4", "--processes=1", f"--output={directory}"]) == 0
-    return directory
+    return results_of("compare", *FLAGS, "--seeds=2", "--steps=4", "--processes=1", "--output", directory)
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -253,10 +248,8 @@ def test_the_live_table_has_a_row_for_each_mode_of_all_processes(monkeypatch: py
 
 def test_a_killed_member_ends_the_whole_within_seconds_and_the_stack_is_resumable(tmp_path: Path, alone: Path) -> None:
     directory = tmp_path / "out"
-    command = [sys.executable, "-m", "aggcli", "compare", *FLAGS, "--seeds=2", "--checkpoint-every=2", "--processes=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = {"env": environment, "text": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*command, "--steps=4000", f"--output={directory}"], **options)
+    command = ["compare", *FLAGS, "--seeds=2", "--checkpoint-every=2", "--processes=2", "--output", directory]
+    process = started(*command, "--steps=4000")
     metrics = directory / MODES[1] / "seed-0" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
         time.sleep(0.01)
@@ -271,8 +264,9 @@ def test_a_killed_member_ends_the_whole_within_seconds_and_the_stack_is_resumabl
     assert "Traceback" not in errors
     assert json.loads((directory / "manifest.json").read_text())["status"] == "failed"
     done = metrics.read_bytes().count(b"\n")
-    process = subprocess.run([*command, f"--steps={done + 4}", f"--output={directory}", "--resume"], timeout=100, **options)
-    assert process.returncode == 0, process.stderr
+    process = started(*command, f"--steps={done + 4}", "--resume")
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
     for run in json.loads((directory / "manifest.json").read_text())["runs"]:
         lines = _lines(directory / run / "metrics.jsonl")
         assert [line["step"] for line in lines] == list(range(done + 4))

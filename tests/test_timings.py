@@ -19,16 +19,15 @@ from aggcli.analysis.efficiency import fit_runs
 from aggcli.analysis.histories import History, read_histories, read_history, shared_seconds
 from aggcli.analysis.sigmoid import Grid, Parameters, sigmoid
 from aggcli.cli import recording
-from aggcli.cli.main import main
 from aggcli.cli.results import compare_results
 from aggcli.errors import RecordError
 from aggcli.training import loop
 from aggcli.training.stack import RunSpec
-from tests.cli import aggcli, write_jsonl
+from tests.cli import aggcli, results_of, write_jsonl
 from tests.fixtures import fx_b
-from tests.train_worker import SMALL
+from tests.train_worker import flags
 
-FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "steps"]
+FLAGS = flags(steps=None)
 RUN = ["run", *FLAGS, "--checkpoint-every=2", "--no-layout-records"]
 COMPARE = ["compare", "--modes=sample_mean,token_mean", "--seeds=2", *FLAGS, "--no-layout-records", "--global-batch-size=8"]
 
@@ -78,9 +77,8 @@ def history(directory: Path) -> History:
 
 
 def test_every_run_of_a_stack_has_a_line_a_rollout_step_with_the_stacks_seconds_runs_and_tokens(tmp_path: Path) -> None:
-    directory = tmp_path / "out"
     began = time.perf_counter()
-    assert main([*COMPARE, "--steps=3", "--processes=1", f"--output={directory}"]) == 0
+    directory = results_of(*COMPARE, "--steps=3", "--processes=1", "--output", tmp_path / "out")
     took = time.perf_counter() - began
     runs = [directory / mode / f"seed-{seed}" for mode in ("sample_mean", "token_mean") for seed in (0, 1)]
     (found,) = {(run / "timings.jsonl").read_text() for run in runs}
@@ -96,8 +94,7 @@ def test_every_run_of_a_stack_has_a_line_a_rollout_step_with_the_stacks_seconds_
 
 
 def test_runs_that_are_shared_out_to_processes_have_the_times_of_their_own(tmp_path: Path) -> None:
-    directory = tmp_path / "out"
-    assert main([*COMPARE, "--steps=3", "--processes=2", f"--output={directory}"]) == 0
+    directory = results_of(*COMPARE, "--steps=3", "--processes=2", "--output", tmp_path / "out")
     stacks: dict[str, list[Path]] = {}
     for path in directory.glob("*/*/timings.jsonl"):
         stacks.setdefault(path.read_text(), []).append(path.parent)
@@ -127,7 +124,7 @@ def test_the_seconds_are_those_of_the_step_from_its_sampling_on_and_not_of_writi
     monkeypatch.setattr(grid.Sampler, "step", passing(2.0, sampled))
     monkeypatch.setattr(loop.Trainer, "_update", passing(3.0, updated))
     monkeypatch.setattr(recording, "write", passing(100.0, written))
-    assert main([*RUN, "--steps=3", "--global-batch-size=8", f"--output={tmp_path / 'out'}"]) == 0
+    results_of(*RUN, "--steps=3", "--global-batch-size=8", "--output", tmp_path / "out")
     assert [line["seconds"] for line in lines(tmp_path / "out" / "timings.jsonl")] == [8.0, 8.0, 8.0]
     assert [line["runs"] for line in lines(tmp_path / "out" / "timings.jsonl")] == [1, 1, 1]
 
@@ -152,7 +149,7 @@ def test_a_resumed_run_cuts_the_timings_past_its_checkpoint_and_has_one_of_each_
 
 
 def test_a_run_that_diverges_shares_the_steps_that_it_was_in_and_no_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     runs_of = grid.runs_of
 
@@ -161,14 +158,14 @@ def test_a_run_that_diverges_shares_the_steps_that_it_was_in_and_no_others(
         return [runs[0].__class__(**{**vars(run), "lr": 1e6}) if run.mode == "constant" else run for run in runs]
 
     monkeypatch.setattr(grid, "runs_of", one_wild)
-    flags = ["--optimizer=sgd", "--clip-grad=0", "--lr=0.01", "--num-iterations=2", "--kl-coef=0.1", "--steps=5"]
-    command = ["compare", "--modes=sample_mean,token_mean,constant", "--seeds=1", *FLAGS, *flags, "--no-layout-records"]
-    assert main([*command, "--processes=1", f"--output={tmp_path / 'out'}"]) == 1
-    wild, tame = (lines(tmp_path / "out" / mode / "seed-0" / "timings.jsonl") for mode in ("constant", "token_mean"))
+    wild = ["--optimizer=sgd", "--clip-grad=0", "--lr=0.01", "--num-iterations=2", "--kl-coef=0.1", "--steps=5"]
+    command = ["compare", "--modes=sample_mean,token_mean,constant", "--seeds=1", *FLAGS, *wild, "--no-layout-records"]
+    assert aggcli(capsys, *command, "--processes=1", "--output", tmp_path / "out").code == 1
+    gone, tame = (lines(tmp_path / "out" / mode / "seed-0" / "timings.jsonl") for mode in ("constant", "token_mean"))
     said = json.loads((tmp_path / "out" / "constant" / "seed-0" / "manifest.json").read_text())["diverged"]
     at = int(said.split("diverged in step ")[1].split(":")[0])
     assert at < 4
-    assert [line["runs"] for line in wild] == [3] * (at + 1)
+    assert [line["runs"] for line in gone] == [3] * (at + 1)
     assert [line["runs"] for line in tame] == [3] * (at + 1) + [2] * (4 - at)
 
 

@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.train_worker import SMALL
+from tests.cli import started
+from tests.train_worker import flags
 
-ROOT = Path(__file__).parent.parent
 STEPS = 30
-FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "steps": STEPS}.items() if name != "dtype"]
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,9 @@ class Ended:
     status: str
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
 def _start(output: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "aggcli", "run", *FLAGS, "--checkpoint-every=3", "--dp=2", f"--output={output}", *more]
-    return subprocess.Popen(command, env=_environment(), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    small = flags(steps=STEPS, dtype=None)
+    return started("run", *small, "--checkpoint-every=3", "--dp=2", "--output", output, *more)
 
 
 def _ranks(launcher: int) -> list[int]:

@@ -17,15 +17,15 @@ from aggcli.policy.warm_start import save_policy
 from aggcli.training.checkpoint import load, save
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE
-from tests.cli import aggcli, refused, strict_json
+from tests.cli import aggcli, records, refused, strict_json
 from tests.fixtures import MODES
-from tests.train_worker import SMALL, Trained, runs_of, setup_of, train
+from tests.train_worker import Trained, flags, runs_of, setup_of, train
 
-FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "steps": 2}.items()]
+FLAGS = flags(steps=2)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("given", "said"),
     [
         (["--lr=nan"], "--lr nan: must be a positive finite number"),
         (["--lr=-1"], "--lr -1.0: must be a positive finite number"),
@@ -50,9 +50,9 @@ FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "ste
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_line_and_exit_code_2_and_leaves_nothing_behind(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], said: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, given: list[str], said: str
 ) -> None:
-    assert said in refused(aggcli(capsys, "run", *FLAGS, *flags, "--output", tmp_path / "out"))
+    assert said in refused(aggcli(capsys, "run", *FLAGS, *given, "--output", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -64,11 +64,11 @@ def test_cuda_without_cuda_is_one_line(capsys: pytest.CaptureFixture[str], tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def _trained(capsys: pytest.CaptureFixture[str], output: Path, *flags: str, code: int = 0) -> tuple[str, list[dict[str, Any]]]:
+def _trained(capsys: pytest.CaptureFixture[str], output: Path, *given: str, code: int = 0) -> tuple[str, list[dict[str, Any]]]:
     """What was said, and the lines of metrics.jsonl, strict JSON."""
-    result = aggcli(capsys, "run", *FLAGS, *flags, "--output", output)
+    result = aggcli(capsys, "run", *FLAGS, *given, "--output", output)
     assert result.code == code, result.err
-    return result.err, [strict_json(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return result.err, records(output / "metrics.jsonl")
 
 
 def test_one_rollout_per_prompt_is_warned_about_and_trains_without_a_signal(capsys, tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_a_run_that_diverges_is_dropped_by_name_and_step_and_poisons_no_other_ru
 
 
 def test_a_run_that_diverges_stops_with_step_and_mode_named_and_keeps_its_records(capsys, tmp_path: Path) -> None:
-    flags = ["--optimizer=sgd", "--lr=1e6", "--clip-grad=0", "--steps=5", "--kl-coef=0.1", "--num-iterations=2"]
-    flags += ["--loss-aggregation=token_mean"]
-    said, lines = _trained(capsys, tmp_path / "out", *flags, code=1)
+    wild = ["--optimizer=sgd", "--lr=1e6", "--clip-grad=0", "--steps=5", "--kl-coef=0.1", "--num-iterations=2"]
+    wild += ["--loss-aggregation=token_mean"]
+    said, lines = _trained(capsys, tmp_path / "out", *wild, code=1)
     last = said.splitlines()[-1]
     assert last.startswith("aggcli: 1 of 1 runs diverged: run token_mean, seed 0 diverged in step ")
     assert 1 <= len(lines) < 10
@@ -175,8 +175,8 @@ def test_a_run_that_diverges_stops_with_step_and_mode_named_and_keeps_its_record
 
 
 def test_a_run_that_diverges_in_the_very_last_step_is_noticed_too(capsys, tmp_path: Path) -> None:
-    flags = ["--optimizer=sgd", "--lr=1e39", "--clip-grad=0", "--steps=1", "--dtype=float32"]
-    said, _ = _trained(capsys, tmp_path / "out", *flags, code=1)
+    wild = ["--optimizer=sgd", "--lr=1e39", "--clip-grad=0", "--steps=1", "--dtype=float32"]
+    said, _ = _trained(capsys, tmp_path / "out", *wild, code=1)
     assert "run sample_mean, seed 0 diverged in step 0: its parameters are not finite" in said
 
 

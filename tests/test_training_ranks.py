@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli import ROOT, on_ranks
 from tests.fixtures import MODES
 from tests.train_worker import CASES, RECIPES
-
-ROOT = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], dict[str, Any]]:
     output = tmp_path_factory.mktemp("ranks") / "trained.json"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*TORCHRUN, "--nproc-per-node=4", "-m", "tests.train_worker", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+    done = on_ranks(4, "tests.train_worker", output, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return {(e["recipe"], e["cut"], e["layout"]): e for e in json.loads(output.read_text())}
 

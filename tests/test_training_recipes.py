@@ -16,7 +16,7 @@ from aggcli.training.rollout import Rollouts, Sampler
 from aggcli.world import ALONE
 from tests.cli import aggcli
 from tests.fixtures import MODES
-from tests.train_worker import SMALL, runs_of, setup_of, train
+from tests.train_worker import flags, runs_of, setup_of, train
 
 
 def _sampler(**settings: Any) -> tuple[Sampler, grid.Setup]:
@@ -134,9 +134,8 @@ def test_after_one_sgd_step_matched_modes_have_updates_of_one_size(clip_grad: fl
 
 
 def test_matched_factors_are_printed_and_stand_in_the_manifests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "steps": 1}.items()]
     more = ["--optimizer=sgd", "--lr=0.1", "--match=grad-norm", "--seeds=1", "--clip-grad=0", "--no-layout-records"]
-    done = aggcli(capsys, "compare", *flags, *more, "--output", tmp_path / "out")
+    done = aggcli(capsys, "compare", *flags(steps=1), *more, "--output", tmp_path / "out")
     assert done.code == 0, done.err
     assert "learning rates, matched" in done.err
     sizes = {}

@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,35 +17,19 @@ from safetensors import SafetensorError, safe_open
 from aggcli.cli.recording import processes_before
 from aggcli.errors import RecordError
 from aggcli.training.checkpoint import load, save
-from tests.cli import aggcli, refused
-from tests.train_worker import SMALL
+from tests.cli import aggcli, refused, results_of, started
+from tests.train_worker import flags
 
-ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("AGGCLI_KILLS", "3"))
 MODES = ("sample_mean", "prompt_mean")
 STEPS = 40
-FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name not in ("steps", "dtype")]
+FLAGS = flags(steps=None, dtype=None)
 FILES = ("metrics.jsonl", "layouts.jsonl")
 
 
-def _command(output: Path, *more: str) -> list[str]:
-    fixed = [
-        "compare",
-        f"--modes={','.join(MODES)}",
-        "--seeds=1",
-        *FLAGS,
-        f"--steps={STEPS}",
-        "--checkpoint-every=3",
-        "--processes=2",
-    ]
-    return [sys.executable, "-m", "aggcli", *fixed, f"--output={output}", *more]
-
-
 def _start(output: Path, *more: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        _command(output, *more), env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    arms = [f"--modes={','.join(MODES)}", "--seeds=1", "--processes=2"]
+    return started("compare", *arms, *FLAGS, f"--steps={STEPS}", "--checkpoint-every=3", "--output", output, *more)
 
 
 def _parameters(directory: Path) -> dict[str, bytes]:
@@ -134,11 +117,7 @@ RUN = ["run", *FLAGS, "--checkpoint-every=2", "--no-layout-records"]
 
 @pytest.fixture(scope="module")
 def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from aggcli.cli.main import main
-
-    directory = tmp_path_factory.mktemp("five") / "out"
-    assert main([*RUN, "--steps=5", f"--output={directory}"]) == 0
-    return directory
+    return results_of(*RUN, "--steps=5", "--output", tmp_path_factory.mktemp("five") / "out")
 
 
 def _copy(five: Path, tmp_path: Path) -> Path:

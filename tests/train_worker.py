@@ -30,6 +30,14 @@ SMALL: dict[str, Any] = {
     "device": "cpu",
 }
 """4 prompts x 4 of the six-digit task from its shipped warm start, in float64."""
+
+
+def flags(**settings: Any) -> list[str]:
+    """The small training's settings as the command line takes them; None leaves one out."""
+    given = {**SMALL, **settings}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+
+
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"recipe": "grpo", "kl_coef": 0.05},
     "dapo": {"recipe": "dapo"},
