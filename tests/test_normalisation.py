@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 
-from aggcli.measurement.reduce import combine
 from tests.cli import compared, exactly, per_layout, records, replay
+from tests.faults import averaged, off_by_half, ranks_add_up_to
 from tests.fixtures import FX_B, MODES, Sample, fx_b, sample
 
 ORDERS = ((0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3), (1, 3, 0, 2))
@@ -71,20 +70,33 @@ def test_neither_sample_order_nor_the_number_of_ranks_moves_any_mode(tmp_path, c
 
 
 def test_the_layout_check_fails_when_a_layout_does_move_a_number(tmp_path, capsys, monkeypatch) -> None:
-    """The commonest fault, an average over ranks where a sum belongs, put into the engine: exit code 1, and all is recorded."""
-
-    def averaged(parts):
-        total = combine(parts)
-        return dataclasses.replace(total, sums={key: value / len(parts) for key, value in total.sums.items()})
-
-    monkeypatch.setattr("aggcli.replay.combine", averaged)
+    """An average over ranks where a sum belongs, put into the engine: exit code 1, and all is recorded."""
+    ranks_add_up_to(monkeypatch, averaged)
     told = replay(capsys, tmp_path, fx_b(), "--layouts", "dp1,dp2,dp4")
     assert told.code == 1
-    last = told.err.splitlines()[-1]
-    assert last.startswith("aggcli: step 0: a layout changed a number by ")
+    assert told.err.splitlines()[-1].startswith("aggcli: step 0: a layout changed a number")
     assert "pg_loss" in told.out  # the table is printed all the same
     lines = records(told.output / "token_mean" / "layouts.jsonl")
     assert [line["pg_loss"] for line in lines] == [exactly(0.171875 / dp) for dp in (1, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("pg_loss", "loss", "total_weight", "pg_clipfrac", "ppo_kl", "kl_loss", "entropy_loss", "ratio_deviation"),
+        *("gradient", "ratio_max", "raw_reward", "response_length", "correct/response_length", "correct/entropy"),
+        *("samples", "tokens", "correct/count", "correct_length/p25"),
+    ],
+)
+def test_the_layout_check_looks_at_every_number_and_not_at_the_loss_alone(tmp_path, capsys, monkeypatch, name) -> None:
+    """Each kind of number (weighted, norm, mean, count, maximum) wrong alone, in a layout that is right in all the others."""
+    samples = [s | {"entropy": [1.0] * s["response_length"]} for s in fx_b()]
+    flags = ("--eps-clip", 0.05, "--kl-coef", 0.1, "--modes", "sample_mean", "--layouts", "dp1,dp2")
+    assert replay(capsys, tmp_path, samples, *flags).code == 0
+    ranks_add_up_to(monkeypatch, off_by_half(name))
+    told = replay(capsys, tmp_path, samples, *flags)
+    assert told.code == 1
+    assert told.err.splitlines()[-1].startswith("aggcli: step 0: a layout changed a number")
 
 
 # -- counts that do not divide evenly ---------------------------------------------------------------------------------

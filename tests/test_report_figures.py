@@ -225,23 +225,63 @@ def test_modes_whose_points_coincide_say_so_beside_the_accuracy(tmp_path: Path) 
     assert "a = b: the dots and the line of a are those of b" in said
 
 
-@pytest.mark.parametrize(
-    ("modes", "seeds", "bands", "said"),
-    [
-        (2, 2, 0, "no bands below 3 seeds"),
-        (2, 3, 2, "band: 95 % Student-t interval"),
-        (5, 3, 0, "no bands with more than 4 modes"),
-    ],
-)
-def test_bands_need_three_seeds_and_at_most_four_modes(tmp_path: Path, modes: int, seeds: int, bands: int, said: str) -> None:
-    runs = [
-        write_arm(tmp_path / f"{mode}-{seed}", f"lib:rule-{mode}", (0.1, 0.2 + mode / 10 + seed / 50), seed)
+def arms(folder: Path, modes: int, seeds: int) -> list[Path]:
+    """All start at 0.1; at step 1 mode m has 0.2 + m/10, and 0.02 more for each further seed."""
+    return [
+        write_arm(folder / f"{mode}-{seed}", f"lib:rule-{mode}", (0.1, 0.2 + mode / 10 + seed / 50), seed)
         for mode in range(modes)
         for seed in range(seeds)
     ]
-    figure = curves(*runs)
-    assert len(figure.axes[0].collections) == bands
+
+
+def bands(figure: Figure) -> list[dict[float, tuple[float, float]]]:
+    """Of each band of the first panel, from where to where it reaches at each step."""
+    found = []
+    for drawn in figure.axes[0].collections:
+        (path,) = drawn.get_paths()
+        points = np.asarray(path.vertices)
+        found.append({float(x): (points[points[:, 0] == x, 1].min(), points[points[:, 0] == x, 1].max()) for x in (0, 1)})
+    return found
+
+
+def test_a_band_is_the_students_t_interval_of_the_seeds(tmp_path: Path) -> None:
+    """0.2, 0.22, 0.24 and 0.3, 0.32, 0.34: a deviation of 0.02, and the t of 2 degrees of freedom is 4.3027."""
+    figure = curves(*arms(tmp_path, modes=2, seeds=3))
+    reach = 4.302652729696142 * 0.02 / 3**0.5
+    assert bands(figure) == [
+        {0: pytest.approx((0.1, 0.1)), 1: pytest.approx((mean - reach, mean + reach))} for mean in (0.22, 0.32)
+    ]
+    assert "band: 95 % Student-t interval" in " ".join(words(figure).split())
+
+
+@pytest.mark.parametrize(
+    ("modes", "seeds", "said"),
+    [(2, 2, "no bands below 3 seeds"), (5, 3, "no bands with more than 4 modes")],
+)
+def test_below_three_seeds_and_beyond_four_modes_there_is_no_band(tmp_path: Path, modes: int, seeds: int, said: str) -> None:
+    figure = curves(*arms(tmp_path, modes, seeds))
+    assert bands(figure) == []
     assert said in " ".join(words(figure).split())
+
+
+def test_the_mean_accuracy_ends_where_the_shortest_run_does(tmp_path: Path) -> None:
+    """5 steps of 10 tokens beside 3: beyond 20 tokens nobody knows what the second run would have been."""
+    rights = ([1, 2, 3, 4, 5], [3, 4, 6])
+    runs = [
+        write_run(
+            tmp_path / str(seed),
+            "constant",
+            [
+                {"rollout_step": at, "seed": seed, "response_tokens": 10, "correct/count": right, "incorrect/count": 10 - right}
+                for at, right in enumerate(rights[seed])
+            ],
+            samples=False,
+        )
+        for seed in (0, 1)
+    ]
+    (line,) = accuracy_by_tokens(labelled(read_histories(runs)[0])).axes[0].lines
+    assert np.asarray(line.get_xdata()).tolist() == [0, 10, 20]
+    assert np.asarray(line.get_ydata()).tolist() == pytest.approx([0.2, 0.3, 0.45])
 
 
 def test_eight_modes_have_their_correct_samples_drawn_and_the_ninth_is_named(tmp_path: Path) -> None:
@@ -254,6 +294,11 @@ def test_eight_modes_have_their_correct_samples_drawn_and_the_ninth_is_named(tmp
                 rank.update({"correct/count": nth})
             write_lines(runs[-1] / "layouts.jsonl", [one])
     figure = correct_by_rank(read_frames(runs))
+    for nth, axes in enumerate(figure.axes):
+        assert axes.get_title(loc="left").replace("\n", "").startswith(f"lib:rule-{nth} (r{nth}-0), step 1"), nth
+        reduced, ranks = axes.collections
+        assert [segment[0][0] for segment in reduced.get_segments()] == [nth]  # pyright: ignore[reportAttributeAccessIssue]
+        assert [x for x, _ in np.asarray(ranks.get_offsets()).tolist()] == [nth] * 4
     assert len(figure.axes) == 8
     said = " ".join(words(figure).split())
     assert "8 of 18 runs are shown, the first of each mode before the second of any, and none of lib:rule-8" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from aggcli.analysis.histories import read_histories, read_history
 from aggcli.analysis.settings import arm_labels, differences, labelled, warnings, without_duplicates
 from aggcli.cli.results import compare_results
 from aggcli.errors import RecordError, SettingError
+from tests.cli import aggcli
 
 
 def write_run(directory: Path, mode: str, seed: int, lines: Sequence[dict[str, Any]], **manifest: Any) -> Path:
@@ -198,10 +200,35 @@ def test_of_a_run_recorded_twice_the_longest_counts_then_the_one_that_is_done_th
     assert kept((2, "done"), (2, "done")) == "1"
 
 
-def test_a_directory_that_is_given_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (one,) = comparison(tmp_path, {"constant": [50]})
-    _, said = printed(capsys, [one, one])
-    assert "record a mode, seed" not in said
+def test_a_directory_that_is_given_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+    """In whatever way its path is written: what is printed, and what is drawn, is that of the directories given once."""
+    runs = comparison(tmp_path, {"constant": [50, 51], "token_mean": [60, 62]})
+    once = printed(capsys, runs, fit=False)
+    monkeypatch.chdir(runs[0])
+    (tmp_path / "link").symlink_to(runs[3])
+    again = [*runs, runs[0], Path("."), runs[1] / ".." / runs[1].name, tmp_path / "link"]
+    assert printed(capsys, again, fit=False) == once
+    drawn = []
+    for number, given in enumerate((runs, again)):
+        told = aggcli(capsys, "plot", *given, "--html", "--format", "svg", "--output", tmp_path / str(number))
+        assert told.code == 0
+        drawn.append({path.name: path.read_bytes() for path in sorted((tmp_path / str(number)).glob("*.svg"))})
+    assert drawn[0]
+    assert drawn[0] == drawn[1]
+
+
+def test_a_copy_of_a_directory_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = comparison(tmp_path, {"constant": [50, 51], "token_mean": [60, 62]})
+    copy = Path(shutil.copytree(runs[0], tmp_path / "copy"))
+    rows = [json.loads(printed(capsys, given, format="json", fit=False)[0]) for given in (runs, [copy, *runs])]
+    assert rows[0]["figures"] == rows[1]["figures"]
+    assert {row["mode"]: row["n"] for row in rows[1]["figures"] if row["figure"] == "accuracy"} == {
+        "constant": 2,
+        "token_mean": 2,
+    }
+    (note,) = [note for note in rows[1]["notes"] if note not in rows[0]["notes"]]
+    assert note.startswith("of 5 runs 1 is left out, since another records the same mode, seed and settings;")
+    assert note.endswith(str(copy))
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------

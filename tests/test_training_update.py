@@ -16,7 +16,7 @@ from aggcli.layout.schedule import parse_layout
 from aggcli.policy.transformer import Parameters, logits, stacked
 from aggcli.training.report import Reporter
 from aggcli.training.rollout import Rollouts
-from aggcli.training.stack import RunSpec
+from aggcli.training.stack import Optimizer, RunSpec
 from aggcli.training.step import step_gradient, step_tokens
 from aggcli.world import ALONE
 from tests import closed_form
@@ -146,6 +146,32 @@ def test_clipping_is_by_the_norm_of_the_runs_whole_gradient_as_torchs_but_for_it
     assert free < 1e-10 if most > 1 else free > 1e-5 * moved
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_step_that_a_run_does_not_take_leaves_no_trace_in_it(optimizer: str) -> None:
+    """Two runs take the same two steps, and one of them another between: moments, step count and warm-up are untouched."""
+    settings = {"optimizer": optimizer, "weight_decay": 0.1, "lr_warmup_steps": 3, "clip_grad": 0.0}
+    start_P, first_P, second_P = torch.tensor([[1.0, -2.0, 0.5], [0.3, 0.2, -0.1], [-0.4, 0.1, 0.7]], dtype=torch.float64)
+    flat_RP, junk_P = torch.stack([start_P, start_P]), torch.full((3,), torch.nan, dtype=torch.float64)
+    taught = Optimizer(flat_RP, [0.01, 0.01], settings_from(settings).training)
+    for gradients, stepping in (
+        ((first_P, first_P), (True, True)),
+        ((second_P, junk_P), (True, False)),
+        ((junk_P, second_P), (False, True)),
+    ):
+        taught.step(flat_RP, torch.stack(gradients), torch.tensor(stepping))
+    assert torch.equal(flat_RP[0], flat_RP[1])
+    leaf = start_P.clone().requires_grad_()
+    made = (_sgd if optimizer == "sgd" else _adamw)(lr=0.01, weight_decay=0.0)([leaf])
+    for number, gradient_P in enumerate((first_P, second_P), 1):
+        rate = 0.01 * number / 3
+        made.param_groups[0]["lr"] = rate
+        with torch.no_grad():
+            leaf.mul_(1 - rate * 0.1)
+        leaf.grad = gradient_P
+        made.step()
+    assert (flat_RP[0] - leaf).abs().max() < 1e-15
+
+
 # -- TRL and slime --------------------------------------------------------------------------------------------------
 
 GOLDEN = json.loads((DATA / "slime_reducer.json").read_text())[0]
@@ -219,7 +245,7 @@ def test_a_rank_without_rows_adds_nothing_to_the_gradient() -> None:
     rollouts = trainer.sampler.step(trainer.runs, trainer.weights.parameters, 0)
     given = step_tokens(rollouts.batch, trainer.runs, trainer.layout, torch.float64)
     used = torch.full_like(trainer.weights.flat_RP, 7.0)
-    del used
+    del used  # an empty tensor of this size would now hold sevens
     found = step_gradient(
         trainer.forward,
         trainer.weights.parameters,

@@ -1,0 +1,280 @@
+"""Faults that tests are there for: each is put into a copy of the package, and the tests named for it must go red.
+
+Run by hand, from the repository: `python -m tests.mutations [WORD...]`, where a WORD picks the faults whose line holds it. A
+line says `killed`, `SURVIVED` (a test is missing) or `gone` (the text is no longer there, or there twice: find where it went).
+The exit code is 1 unless every fault was killed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cli import ROOT, environment
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """In `file` of the package, `old` becomes `new`; `tests`: what pytest is given."""
+
+    fault: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    # -- checks and what is drawn --
+    Mutation(
+        "the layout check of a replay looks at pg_loss alone",
+        "measurement/reduce.py",
+        'if name != "micro_batches":',
+        'if name == "pg_loss":',
+        ("tests/test_normalisation.py",),
+    ),
+    Mutation(
+        "training ends with exit code 0 where its layouts disagree",
+        "cli/training_output.py",
+        "    if deviation > limit:",
+        "    if False:",
+        ("tests/test_training_layouts.py",),
+    ),
+    Mutation(
+        "the band of the learning curves is ten times too wide",
+        "report/curves.py",
+        "        mean - reach,\n        mean + reach,\n",
+        "        mean - 10 * reach,\n        mean + 10 * reach,\n",
+        ("tests/test_report_figures.py",),
+    ),
+    Mutation(
+        "the mean accuracy goes on to the end of the longest run",
+        "report/accuracy.py",
+        "end = min(",
+        "end = max(",
+        ("tests/test_report_figures.py",),
+    ),
+    Mutation(
+        "a results directory that is given twice is compared twice",
+        "analysis/histories.py",
+        "found.setdefault(directory.resolve(), directory)",
+        "found[directory / str(len(found))] = directory",
+        ("tests/test_results.py",),
+    ),
+    Mutation(
+        "a results directory that is given twice is drawn twice",
+        "analysis/frames.py",
+        "found.setdefault(directory.resolve(), Run(",
+        "found.setdefault(directory / str(len(found)), Run(",
+        ("tests/test_results.py",),
+    ),
+    Mutation(
+        "a copy of a run counts as another run",
+        "analysis/study.py",
+        "runs, notes = without_duplicates(labelled(sampled or read))",
+        "runs, notes = labelled(sampled or read), []",
+        ("tests/test_results.py",),
+    ),
+    # -- objective --
+    Mutation(
+        "a group's deviation divides by n",
+        "objective/advantages.py",
+        "(squares_P / (count_P - 1).clamp(min=1))",
+        "(squares_P / count_P.clamp(min=1))",
+        ("tests/test_groups.py",),
+    ),
+    Mutation(
+        "a rollout of several samples enters its group once a sample",
+        "objective/advantages.py",
+        "    first_S = is_first(rollout_S)",
+        "    first_S = torch.ones_like(rollout_S, dtype=torch.bool)",
+        ("tests/test_groups.py",),
+    ),
+    Mutation(
+        "clipping is counted whatever the sign of the advantage",
+        "objective/policy_loss.py",
+        "(bound_T > free_T)",
+        "(bound_T != free_T)",
+        ("tests/test_metrics.py",),
+    ),
+    Mutation(
+        "the dual clip caps the wrong sign",
+        "objective/policy_loss.py",
+        "caps_T = (advantage_T < 0)",
+        "caps_T = (advantage_T > 0)",
+        ("tests/test_metrics.py",),
+    ),
+    Mutation(
+        "the unbiased KL estimate is not multiplied by the ratio",
+        "objective/policy_loss.py",
+        "return kl_T if ratio_T is None else ratio_T * kl_T",
+        "return kl_T",
+        ("tests/test_metrics.py",),
+    ),
+    Mutation(
+        "prompt_mean divides by all rollouts though prompts are asked for",
+        "objective/aggregation.py",
+        'if prompt_mean_scale == "prompts" else rollouts',
+        'if prompt_mean_scale == "nothing" else rollouts',
+        ("tests/test_formulas.py",),
+    ),
+    # -- layout --
+    Mutation(
+        "contiguous ranks drop what does not divide evenly",
+        "layout/schedule.py",
+        "starts = [rank * share + min(rank, extra) for",
+        "starts = [rank * share for",
+        ("tests/test_normalisation.py",),
+    ),
+    Mutation(
+        "first-fit splits the first of two equally large micro-batches",
+        "layout/schedule.py",
+        "heap = [(-_tokens(pack, lengths), -at) for",
+        "heap = [(-_tokens(pack, lengths), at - len(packs)) for",
+        ("tests/test_golden.py",),
+    ),
+    Mutation(
+        "a token is computed where it stands, not where the token before it does",
+        "layout/context_parallel.py",
+        "+ within_T - 1, 0)",
+        "+ within_T, 0)",
+        ("tests/test_formulas.py",),
+    ),
+    Mutation(
+        "context parallelism deals its chunks in turn instead of zig-zag",
+        "layout/context_parallel.py",
+        "return np.minimum(chunk_T, 2 * cp - 1 - chunk_T)",
+        "return chunk_T % cp",
+        ("tests/test_formulas.py",),
+    ),
+    Mutation(
+        "every context-parallel rank counts the samples",
+        "layout/views.py",
+        "counts_samples=cp_rank == 0,",
+        "counts_samples=True,",
+        ("tests/test_layouts.py",),
+    ),
+    # -- measurement --
+    Mutation(
+        "a length on the boundary of a quarter counts in the upper one",
+        "measurement/local.py",
+        "((4 * length_S + max_response_length - 1) // max_response_length - 1)",
+        "(4 * length_S // max_response_length)",
+        ("tests/test_correct_samples.py",),
+    ),
+    Mutation(
+        "groups without a scored rollout count as of equal rewards",
+        "measurement/groups.py",
+        "(groups.flat_P & scored_P)",
+        "(groups.flat_P)",
+        ("tests/test_groups.py",),
+    ),
+    Mutation(
+        "groups without a scored rollout count as all wrong",
+        "measurement/groups.py",
+        "(scored_P & (right_P == 0))",
+        "(right_P == 0)",
+        ("tests/test_groups.py",),
+    ),
+    Mutation(
+        "the spread of the batch's rewards is over training samples",
+        "measurement/groups.py",
+        "spread = _std(rollouts.reward_G[~rollouts.reward_G.isnan()])",
+        "spread = _std(view.raw_reward_S[~view.raw_reward_S.isnan()])",
+        ("tests/test_groups.py",),
+    ),
+    # -- training --
+    Mutation(
+        "the entropy bonus is a penalty",
+        "training/step.py",
+        "loss = loss - objective.entropy_coef *",
+        "loss = loss + objective.entropy_coef *",
+        ("tests/test_training_update.py",),
+    ),
+    Mutation(
+        "training forgets the ratio of the unbiased KL estimate",
+        "training/step.py",
+        "ratio_T = terms.ratio_T if objective.kl_unbiased else None",
+        "ratio_T = None",
+        ("tests/test_training_update.py",),
+    ),
+    Mutation(
+        "each context-parallel rank adds the gradient of every token",
+        "training/step.py",
+        "return place[mine_T], self.position_T[mine_T.cpu()]",
+        "return place, self.position_T",
+        ("tests/test_training_ranks.py",),
+    ),
+    Mutation(
+        "the overlong penalty starts at the limit",
+        "training/rollout.py",
+        "(self.response_limit - buffer - length_S)",
+        "(self.response_limit - length_S)",
+        ("tests/test_training_recipes.py",),
+    ),
+    Mutation(
+        "a refill samples the prompts of the round before again",
+        "training/rollout.py",
+        "first=number * G)",
+        "first=0)",
+        ("tests/test_training_stack.py",),
+    ),
+    Mutation(
+        "a run that does not step counts a step of AdamW",
+        "training/stack.py",
+        "self.steps_R += stepping_R",
+        "self.steps_R += 1",
+        ("tests/test_training_update.py",),
+    ),
+    Mutation(
+        "the moments of a run that does not step decay",
+        "training/stack.py",
+        "moving_R1 = stepping_R.to(dtype)[:, None]",
+        "moving_R1 = torch.ones_like(stepping_R).to(dtype)[:, None]",
+        ("tests/test_training_update.py",),
+    ),
+    Mutation(
+        "a step without a trained token updates the parameters",
+        "training/loop.py",
+        "return finite_R & (tokens_R > 0)",
+        "return finite_R",
+        ("tests/test_training_input.py",),
+    ),
+)
+
+
+def main(words: list[str]) -> int:
+    chosen = [one for one in MUTATIONS if all(word in f"{one.fault} {one.file} {one.tests}" for word in words)]
+    survived = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("aggcli", "tests", "experiments"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        for one in chosen:
+            verdict = _verdict(copy, one)
+            survived += verdict != "killed"
+            print(f"{verdict:8}  {one.fault}  ({one.file}: {' '.join(one.tests)})", flush=True)
+    return int(survived > 0)
+
+
+def _verdict(copy: Path, one: Mutation) -> str:
+    path = copy / "aggcli" / one.file
+    right = path.read_text(encoding="utf-8")
+    if right.count(one.old) != 1:
+        return "gone"
+    path.write_text(right.replace(one.old, one.new), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *one.tests]
+    done = subprocess.run(command, cwd=copy, env=environment(PYTHONPATH=str(copy)), capture_output=True, text=True, check=False)
+    path.write_text(right, encoding="utf-8")
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{one.fault}: pytest ended with {done.returncode}\n{done.stdout}{done.stderr}")
+    return "killed" if done.returncode == 1 else "SURVIVED"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
