@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from aggcli.layout.schedule import parse_layout, schedule_step
 from aggcli.layout.views import cut
 from aggcli.measurement.local import MeasureConfig, gradients, measure
 from aggcli.measurement.reduce import combine, reduced_values
+from aggcli.objective.aggregation import step_denominators, token_weights
 from aggcli.objective.step import StepInputs, step_inputs
 from tests import closed_form
 from tests.fixtures import MODES, Sample, batch_of, fx_b, fx_c, fx_d, fx_f, random_fanout
@@ -82,7 +84,7 @@ def _counts(samples: list[Sample]) -> dict[str, float | None]:
 
 @pytest.mark.parametrize("name", FIXTURES)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
-def test_every_layout_gives_the_closed_form(name: str, dtype: torch.dtype, limit: float, record_property) -> None:
+def test_every_layout_gives_the_closed_form(name: str, dtype: torch.dtype, limit: float) -> None:
     samples = FIXTURES[name]()
     inputs, measuring = _inputs(samples, dtype)
     numbers, slopes = _expected(samples)
@@ -105,8 +107,6 @@ def test_every_layout_gives_the_closed_form(name: str, dtype: torch.dtype, limit
             worst = max(worst, float((found[mode] - exact).norm() / exact.norm()))
             for metric, expected in counts.items():
                 assert values[metric] == pytest.approx(expected, rel=1e-12), (metric, layout.text)
-    print(f"{name}, {dtype}: largest relative deviation over {len(GRID)} layouts x {len(MODES)} modes: {worst:.2e}")
-    record_property("deviation", worst)
     assert worst <= limit
 
 
@@ -115,24 +115,7 @@ def _relative(value: float | None, expected: float) -> float:
     return abs(value - expected) / abs(expected) if expected else abs(value)
 
 
-def test_the_grid_would_notice_a_micro_batch_local_denominator() -> None:
-    """The check can fail: FX-B's token mean with micro-batch means is 0.0078125 for (0,1,2),(3) , not 0.171875."""
-    samples = fx_b()
-    tokens = closed_form.token_numbers(samples, [s["advantage"] for s in samples], 0.2, 0.2)
-    right = closed_form.weighted(closed_form.weights(samples, "token_mean"), tokens["pg_loss"])
-    local = [
-        closed_form.weighted(closed_form.weights(part, "token_mean"), values)
-        for part, values in ((samples[:3], tokens["pg_loss"][:3]), (samples[3:], tokens["pg_loss"][3:]))
-    ]
-    assert right == pytest.approx(0.171875, abs=1e-12)
-    assert (local[0] * 3 + local[1]) / 4 == pytest.approx(0.0078125, abs=1e-12)
-
-
 def test_a_stack_of_two_runs_weighs_each_run_as_if_it_were_alone() -> None:
-    import dataclasses
-
-    from aggcli.objective.aggregation import step_denominators, token_weights
-
     first, second = batch_of(fx_b()), batch_of(random_fanout())
     groups, rollouts = int(first.group_S.max()) + 1, int(first.rollout_S.max()) + 1
     stacked = dataclasses.replace(

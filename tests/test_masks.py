@@ -8,7 +8,7 @@ import random
 import pyarrow.parquet
 import pytest
 
-from tests.cli import aggcli, compared, exactly, per_layout, records, refused, replay, strict_json, write_jsonl
+from tests.cli import aggcli, compared, exactly, per_layout, records, refused, replay, write_jsonl
 from tests.fixtures import FX_B, LAYOUTS, MODES, Sample, fx_b, fx_c, random_fanout, sample
 
 STREAMS = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
@@ -182,4 +182,4 @@ def test_a_file_without_samples_is_refused_in_one_line(tmp_path, capsys, content
     line = refused(aggcli(capsys, *arguments))
     assert "rollouts.jsonl" in line
     assert reason in line
-    assert strict_json(f'"{line.encode("ascii", "replace").decode()}"')  # printable on any terminal
+    assert line.isprintable()

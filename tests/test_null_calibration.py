@@ -91,6 +91,7 @@ def test_intervals_with_a_normal_quantile_would_be_refused(pool: list[History], 
 
 def test_the_interval_of_a_difference_leaves_0_out_exactly_where_p_is_below_5_percent(pool: list[History]) -> None:
     for figure in FIGURES:
-        for pair in experiment.pairs(experiment.compared(pool, SEEDS, window=WINDOW), figure):
-            low, high = pair.test.difference.low, pair.test.difference.high
-            assert low is None or (low <= 0 <= high) == (pair.test.p >= 0.05)
+        pairs = list(experiment.pairs(experiment.compared(pool, SEEDS, window=WINDOW), figure))
+        known = [pair.test for pair in pairs if pair.test.difference.low is not None]
+        assert len(known) >= 0.95 * len(pairs) > 0
+        assert all((test.difference.low <= 0 <= test.difference.high) == (test.p >= 0.05) for test in known)

@@ -182,7 +182,7 @@ def test_4096_samples_take_well_under_a_second() -> None:
     config = SyntheticConfig(synthetic_prompts=512, synthetic_fanout=0.2, synthetic_masked=0.1, synthetic_off_policy=0.1)
     times = []
     for seed in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         assert SyntheticSource(config, seed).step(0).num_samples >= 4096
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.8
