@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from aggcli.config import settings_from
-from aggcli.replay import Replay, StepReport
+from aggcli.measurement.report import StepReport
+from aggcli.replay import Replay
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from aggcli import grid
 from aggcli.config import DEFAULT_LAYOUTS
 from aggcli.errors import RolloutError
+from aggcli.measurement.report import StepReport
 from aggcli.policy.transformer import logits
-from aggcli.replay import Replay, StepReport
+from aggcli.replay import Replay
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.loop import Trainer
 from aggcli.training.report import RunReport

@@ -16,8 +16,10 @@ from aggcli.errors import CheckFailed, ExitCode, SettingError, some
 from aggcli.measurement.words import plural
 
 if TYPE_CHECKING:
+    from aggcli.measurement.comparison import LayoutComparison
+    from aggcli.measurement.report import StepReport
     from aggcli.records import RunWriter
-    from aggcli.replay import Replay, StepReport
+    from aggcli.replay import Replay
     from aggcli.rollouts.batch import RolloutBatch
     from aggcli.sinks import Sinks
     from aggcli.world import World
@@ -83,28 +85,33 @@ def fitted_to_launcher(config: RunConfig, size: int) -> RunConfig:
 
 
 def _replay_at_root(request: Request, world: World) -> int:
+    from aggcli.measurement.comparison import between_layouts
     from aggcli.report.tables import replay_tables
 
     replay, batches, head = _prepare(request, world)
     steps: list[dict[str, Any]] = []
+    comparisons: list[tuple[int, LayoutComparison]] = []
     notes: dict[str, list[int]] = {}
     with Recorder(request, replay, head) as recorder:
         for report in progress(replay.steps(batches), len(batches), "replaying"):
             recorder.write(report)
             steps.append(report.as_json())
+            comparisons.append((report.step, report.comparison))
             for note in dict.fromkeys(report.notes):
                 notes.setdefault(note, []).append(report.step)
     head["modes"] = [rule for rule in head["modes"] if rule in recorder.writers]
     _say_notes(notes, len(steps))
+    closing = between_layouts([comparison for _, comparison in comparisons])
     if request.json:
         from aggcli.records import to_json
 
-        print(to_json({"schema": 1, **head, "results": str(recorder.directory), "steps": steps}))
+        results = {"results": str(recorder.directory), "between_layouts": closing}
+        print(to_json({"schema": 1, **head, **results, "steps": steps}))
     else:
-        for table in replay_tables(head, steps):
+        for table in replay_tables(head, steps, closing):
             out().print(table)
     say(f"recorded in {recorder.directory}")
-    _check(request, steps)
+    _check(request, comparisons)
     return ExitCode.DONE
 
 
@@ -266,15 +273,12 @@ def _say_notes(notes: dict[str, list[int]], steps: int) -> None:
         say(f"{left_out} left out here; metrics.jsonl and --json hold them all")
 
 
-def _check(request: Request, steps: Sequence[dict[str, Any]]) -> None:
+def _check(request: Request, comparisons: Sequence[tuple[int, LayoutComparison]]) -> None:
     """The exit code 1 of a layout that changed a number."""
-    worst = max(steps, key=lambda step: step["layout_deviation"])
-    limit = TOLERANCE[request.config.dtype or "float64"]
-    if worst["layout_deviation"] > limit:
-        raise CheckFailed(
-            f"step {worst['step']}: a layout changed a number by {worst['layout_deviation']:.3g}, relative; {limit:g} is"
-            " what rounding explains; layouts.jsonl tells which"
-        )
+    from aggcli.measurement.comparison import beyond_rounding
+
+    if said := beyond_rounding(comparisons, TOLERANCE[request.config.dtype or "float64"]):
+        raise CheckFailed(f"{said}; layouts.jsonl holds them")
 
 
 def refuse_resume(resume: bool) -> None:

@@ -30,11 +30,11 @@ class GlobalView:
 class LocalView:
     """What rank (dp_rank, cp_rank) holds of one optimizer step.
 
-    Per sample, in partition order [S]: `local_raw_reward_S` (None without rewards), `response_length_S`, `total_length_S`,
-    `mask_sum_S` (masked-in tokens of the whole sample, over all context-parallel ranks), `rollout_share_S` (1 over the
-    number of training samples of its rollout), `micro_batch_S`. Per token, only the tokens this rank computes, micro-batch
-    after micro-batch and sample after sample [T]: `tokens`, by field name; `weights`, by aggregation rule;
-    `step_position_T`, positions in the step's flat arrays. `order_S` lists the samples in the order of the tokens, and
+    Per sample, in partition order [S]: `sample_S`, its position in the step; `local_raw_reward_S` (None without rewards),
+    `response_length_S`, `total_length_S`, `mask_sum_S` (masked-in tokens of the whole sample, over all context-parallel ranks),
+    `rollout_share_S` (1 over the number of training samples of its rollout), `micro_batch_S`. Per token, only the tokens this
+    rank computes, micro-batch after micro-batch and sample after sample [T]: `tokens`, by field name; `weights`, by aggregation
+    rule; `step_position_T`, positions in the step's flat arrays. `order_S` lists the samples in the order of the tokens, and
     `token_count_S` how many tokens each of those has here.
 
     `counts_samples` is true on one context-parallel rank of each data-parallel rank, so that per-sample numbers are
@@ -43,6 +43,7 @@ class LocalView:
 
     dp_rank: int
     cp_rank: int
+    sample_S: Tensor
     local_raw_reward_S: Tensor | None
     response_length_S: Tensor
     total_length_S: Tensor
@@ -80,6 +81,7 @@ def cut(
                 LocalView(
                     dp_rank=dp_rank,
                     cp_rank=cp_rank,
+                    sample_S=held_S,
                     local_raw_reward_S=None if step.reward_S is None else step.reward_S[held_S],
                     response_length_S=step.response_length_S[held_S],
                     total_length_S=step.total_length_S[held_S],
@@ -104,6 +106,7 @@ def whole(step: RolloutBatch, *, tokens: Mapping[str, Tensor], weights: Mapping[
     return LocalView(
         dp_rank=0,
         cp_rank=0,
+        sample_S=torch.arange(samples, device=step.rollout_S.device),
         local_raw_reward_S=step.reward_S,
         response_length_S=step.response_length_S,
         total_length_S=step.total_length_S,

@@ -9,7 +9,7 @@ import torch
 
 from aggcli.layout.views import GlobalView
 from aggcli.measurement.local import is_correct
-from aggcli.measurement.reduce import Values
+from aggcli.measurement.report import Values
 from aggcli.objective.advantages import Rollouts, distinct_rollouts, group_statistics
 from aggcli.rollouts.batch import NO_GROUP
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from aggcli.measurement.catalogue import LENGTH_BINS, checked
 from aggcli.measurement.groups import correct_per_group
 from aggcli.measurement.local import MeasureConfig, is_correct, length_bins
-from aggcli.measurement.reduce import Values
+from aggcli.measurement.report import Values
 from aggcli.objective.advantages import distinct_rollouts, group_statistics
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, group_of_rollout
 

@@ -18,6 +18,8 @@ from aggcli.measurement.catalogue import LENGTH_BINS
 from aggcli.measurement.tokens import TokenNumbers, token_numbers
 
 Key = tuple[str, ...]
+HELD: Key = ("held",)
+"""Sum of the marks of the samples that a rank holds: what tells its samples from any other choice of them."""
 TOLERANCE = 1e-6
 """A rollout is correct when its raw reward is at least the threshold minus this."""
 
@@ -46,11 +48,14 @@ class Partials:
     """One rank's contribution. Every rank has the same keys, so sums and maxima cross as two vectors.
 
     `sums` keys: (metric, rule) for weighted numbers, (metric, "sum" or "count") for means, (metric,) for counts,
-    ("gradient", rule, rule) for inner products of gradients. `maxima` keys: (metric,).
+    ("gradient", rule, rule) for inner products of gradients, HELD for which samples it holds. `maxima` keys: (metric,).
+    `sizes`: the sum of the absolute terms, for the keys of `sums` whose terms may have either sign: what a difference between
+    layouts is measured against, since such a sum can cancel to 0 and keep its rounding.
     `correct_lengths`: sorted response lengths of the rank's correct samples, None unless asked for.
     """
 
     sums: dict[Key, float]
+    sizes: dict[Key, float]
     maxima: dict[Key, float]
     correct_lengths: list[int] | None = None
 
@@ -60,6 +65,7 @@ class Contributions:
     """What each sample of a view adds: float64 [S] columns by key, in the view's sample order; see `Partials` for keys."""
 
     sums: dict[Key, Tensor]
+    sizes: dict[Key, Tensor]
     maxima: dict[Key, Tensor]
     correct_S: Tensor | None
     response_length_S: Tensor
@@ -73,19 +79,20 @@ def measure(view: LocalView, config: MeasureConfig) -> Partials:
     sums = {key: math.fsum(part.sums[key] for part in micro_batches) for key in total.sums}
     sums[("micro_batches",)] = float(view.counts_samples * view.num_micro_batches)
     lengths = total.correct_lengths if view.counts_samples or total.correct_lengths is None else []
-    return Partials(sums, total.maxima, lengths)
+    return Partials(sums, total.sizes, total.maxima, lengths)
 
 
 def per_cell(found: Contributions, cell_S: Tensor, cells: int, config: MeasureConfig) -> list[Partials]:
     """Add up the columns of the samples in each cell (a rank of a layout, a micro-batch), cells 0 to `cells` - 1."""
-    columns_KS = torch.stack(list(found.sums.values()))
-    sums_CK = torch.zeros(len(found.sums), cells, dtype=torch.float64, device=cell_S.device).index_add_(1, cell_S, columns_KS).T
+    columns_KS = torch.stack([*found.sums.values(), *found.sizes.values()])
+    added_KC = torch.zeros(len(columns_KS), cells, dtype=torch.float64, device=cell_S.device).index_add_(1, cell_S, columns_KS)
     lowest_C = torch.full((cells,), float("-inf"), dtype=torch.float64, device=cell_S.device)
     maxima = [lowest_C.scatter_reduce(0, cell_S, column_S, "amax").tolist() for column_S in found.maxima.values()]
-    rows = sums_CK.tolist()
+    rows, split = added_KC.T.tolist(), len(found.sums)
     return [
         Partials(
-            dict(zip(found.sums, rows[cell], strict=True)),
+            dict(zip(found.sums, rows[cell][:split], strict=True)),
+            dict(zip(found.sizes, rows[cell][split:], strict=True)),
             {key: column[cell] for key, column in zip(found.maxima, maxima, strict=True)},
             _correct_lengths(found, cell_S == cell) if config.log_correct_samples else None,
         )
@@ -102,16 +109,16 @@ def _correct_lengths(found: Contributions, chosen_S: Tensor) -> list[int] | None
 def contributions(view: LocalView, config: MeasureConfig) -> Contributions:
     """The columns of a view: per-token numbers weighted and summed over each sample's tokens here, and sample counts."""
     numbers = token_numbers(view.tokens, config.objective, has_ratio=config.has_ratio, with_slopes=config.with_gradient)
-    sums = _weighted_columns(view, config, numbers)
+    sums, sizes = _weighted_columns(view, config, numbers)
     sums |= _gradient_columns(view, config, numbers)
-    sums |= _sample_columns(view, config)
+    samples, sizes_of_samples = _sample_columns(view, config)
     maxima: dict[Key, Tensor] = {}
     if config.has_ratio:
         ratio_T = torch.where(view.tokens["loss_mask"], numbers.ratio_T.double(), float("-inf"))
         maxima[("ratio_max",)] = _per_sample(view, ratio_T, "max")
     reward_S = view.local_raw_reward_S
     correct_S = None if reward_S is None else is_correct(reward_S, config.correct_threshold)
-    return Contributions(sums, maxima, correct_S, view.response_length_S)
+    return Contributions(sums | samples, sizes | sizes_of_samples, maxima, correct_S, view.response_length_S)
 
 
 def gradients(view: LocalView, config: MeasureConfig) -> dict[str, Tensor]:
@@ -132,38 +139,51 @@ def _per_sample(view: LocalView, value_T: Tensor, reduce: str = "sum") -> Tensor
     return found_S
 
 
-def _weighted_columns(view: LocalView, config: MeasureConfig, numbers: TokenNumbers) -> dict[Key, Tensor]:
-    """`sum_t w_t * x_t` of each sample for every rule; rules whose metrics share weights share the sums."""
-    shared: dict[tuple[str, str], Tensor] = {}
+def _weighted_columns(
+    view: LocalView, config: MeasureConfig, numbers: TokenNumbers
+) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
+    """`sum_t w_t * x_t` and `sum_t |w_t * x_t|` of each sample for every rule; rules whose metrics share weights share them."""
+    shared: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
 
-    def summed(rule: str, name: str) -> Tensor:
+    def summed(rule: str, name: str) -> tuple[Tensor, Tensor]:
         if (rule, name) not in shared:
             weight_T = view.weights[rule]
-            values_T = weight_T if name == "total_weight" else weight_T * numbers.values[name]
-            shared[rule, name] = _per_sample(view, values_T)
+            shared[rule, name] = _with_size(view, weight_T if name == "total_weight" else weight_T * numbers.values[name])
         return shared[rule, name]
 
     sums: dict[Key, Tensor] = {}
+    sizes: dict[Key, Tensor] = {}
     for rule in config.rules:
         metric_rule = config.metric_rule[rule]
-        sums[("total_weight", rule)] = summed(rule, "total_weight")
-        for name in numbers.values:
-            sums[(name, rule)] = summed(rule if name == "pg_loss" else metric_rule, name)
+        for name in ("total_weight", *numbers.values):
+            of = rule if name in ("total_weight", "pg_loss") else metric_rule
+            sums[name, rule], sizes[name, rule] = summed(of, name)
         if "pg_loss" in numbers.values:
-            sums[("loss", rule)] = sums[("pg_loss", rule)] + _penalties(view, config, metric_rule, numbers)
-    return sums
+            penalty_S, size_S = _penalties(view, config, metric_rule, numbers)
+            sums["loss", rule], sizes["loss", rule] = sums["pg_loss", rule] + penalty_S, sizes["pg_loss", rule] + size_S
+    return sums, sizes
 
 
-def _penalties(view: LocalView, config: MeasureConfig, metric_rule: str, numbers: TokenNumbers) -> Tensor | float:
-    """kl_coef * kl_loss - entropy_coef * entropy_loss of each sample."""
+def _with_size(view: LocalView, terms_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of each sample's terms, and of their absolute values; the same tensor where no term is negative."""
+    sum_S = _per_sample(view, terms_T)
+    return sum_S, _per_sample(view, terms_T.abs()) if terms_T.numel() and terms_T.min() < 0 else sum_S
+
+
+def _penalties(
+    view: LocalView, config: MeasureConfig, metric_rule: str, numbers: TokenNumbers
+) -> tuple[Tensor | float, Tensor | float]:
+    """kl_coef * kl_loss - entropy_coef * entropy_loss of each sample, and the sum of the absolute terms."""
     total: Tensor | float = 0.0
+    size: Tensor | float = 0.0
     for name, coefficient in (
         ("kl_loss", view.tokens.get("kl_coef", config.objective.kl_coef)),
         ("entropy_loss", -config.objective.entropy_coef),
     ):
         if name in numbers.values and (isinstance(coefficient, Tensor) or coefficient):
-            total = total + _per_sample(view, coefficient * view.weights[metric_rule] * numbers.values[name])
-    return total
+            sum_S, size_S = _with_size(view, coefficient * view.weights[metric_rule] * numbers.values[name])
+            total, size = total + sum_S, size + size_S
+    return total, size
 
 
 def _gradient(view: LocalView, config: MeasureConfig, rule: str, numbers: TokenNumbers) -> Tensor:
@@ -189,14 +209,15 @@ def _gradient_columns(view: LocalView, config: MeasureConfig, numbers: TokenNumb
 # -- samples --------------------------------------------------------------------------------------------------------
 
 
-def _sample_columns(view: LocalView, config: MeasureConfig) -> dict[Key, Tensor]:
-    """Counts of samples, zero on all but one context-parallel rank, and counts of tokens."""
+def _sample_columns(view: LocalView, config: MeasureConfig) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
+    """Counts of samples, zero on all but one context-parallel rank, and counts of tokens; and sizes, as of `Partials`."""
     mask_T = view.tokens["loss_mask"]
     length_S = view.response_length_S.double()
     counted_S = torch.full_like(length_S, float(view.counts_samples))
     here_S = torch.empty_like(length_S)
     here_S[view.order_S] = view.token_count_S.double()
     found: dict[Key, Tensor] = {
+        HELD: counted_S * marks(view.sample_S),
         ("samples",): counted_S,
         ("tokens",): _per_sample(view, mask_T),
         ("response_tokens",): here_S,
@@ -204,12 +225,14 @@ def _sample_columns(view: LocalView, config: MeasureConfig) -> dict[Key, Tensor]
         ("response_length", "sum"): counted_S * length_S,
         ("response_length", "count"): counted_S,
     }
+    sizes: dict[Key, Tensor] = {}
     if view.local_raw_reward_S is None:
-        return found
+        return found, sizes
     scored_S = ~view.local_raw_reward_S.isnan()
     share_S = counted_S * view.rollout_share_S * scored_S
     found[("unscored_samples",)] = counted_S * ~scored_S
     found[("raw_reward", "sum")] = torch.where(scored_S, share_S * view.local_raw_reward_S, 0.0)
+    sizes[("raw_reward", "sum")] = found[("raw_reward", "sum")].abs()
     found[("raw_reward", "count")] = share_S
     correct_S = is_correct(view.local_raw_reward_S, config.correct_threshold)
     for name, chosen_S in (("correct", correct_S), ("incorrect", scored_S & ~correct_S)):
@@ -221,10 +244,20 @@ def _sample_columns(view: LocalView, config: MeasureConfig) -> dict[Key, Tensor]
         found[(f"correct_length/{label}", "count")] = counted_S * correct_S
     if "entropy" in view.tokens:
         chosen_S = correct_S & (view.mask_sum_S > 0)
-        entropy_S = _per_sample(view, torch.where(mask_T, view.tokens["entropy"].double(), 0.0))
-        found[("correct/entropy", "sum")] = torch.where(chosen_S, entropy_S / view.mask_sum_S.clamp(min=1), 0.0)
+        entropy_S, size_S = _with_size(view, torch.where(mask_T, view.tokens["entropy"].double(), 0.0))
+        tokens_S = view.mask_sum_S.clamp(min=1)
+        found[("correct/entropy", "sum")] = torch.where(chosen_S, entropy_S / tokens_S, 0.0)
+        sizes[("correct/entropy", "sum")] = torch.where(chosen_S, size_S / tokens_S, 0.0)
         found[("correct/entropy", "count")] = counted_S * chosen_S
-    return found
+    return found, sizes
+
+
+def marks(sample_S: Tensor) -> Tensor:
+    """A mark of each sample by its position in the step: whole numbers below 2^31 that look random, so that no two choices of
+    samples have one sum, but by a chance of 5e-10; their sums are exact in float64 for up to 4 million samples."""
+    mixed_S = (sample_S + 1) * 2654435761 % 2**32
+    mixed_S = (mixed_S ^ (mixed_S >> 15)) * 2246822519 % 2**32
+    return ((mixed_S ^ (mixed_S >> 13)) % 2**31).double()
 
 
 def is_correct(reward: Tensor, threshold: float) -> Tensor:

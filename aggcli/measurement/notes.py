@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from aggcli.errors import some
-from aggcli.measurement.reduce import LayoutReport, Values
+from aggcli.measurement.report import LayoutReport, Values
 from aggcli.measurement.words import plural
 from aggcli.objective.step import StepInputs
 from aggcli.rollouts.batch import NO_GROUP

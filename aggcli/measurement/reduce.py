@@ -5,48 +5,33 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from aggcli.measurement.catalogue import METRICS, checked
 from aggcli.measurement.local import Key, Partials
-
-Values = dict[str, float | None]
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """One data-parallel rank of a layout: its values by rule, its tokens per context-parallel rank, and its samples."""
-
-    rank: int
-    values: dict[str, Values]
-    cp_tokens: list[int]
-    partition: list[int]
-    correct_lengths: list[int] | None
-
-
-@dataclass(frozen=True)
-class LayoutReport:
-    """A step under one layout: reduced values by rule, and what each rank had."""
-
-    layout: str
-    evaluated: str
-    """`in-process`, or `processes` when each rank was a real one."""
-    values: dict[str, Values]
-    ranks: list[RankReport] = field(default_factory=list)
-    correct_lengths: list[int] | None = None
+from aggcli.measurement.report import Values
 
 
 def combine(parts: Sequence[Partials]) -> Partials:
     """Add up partial sums and take the largest of the maxima; every part has the same keys."""
     sums = {key: math.fsum(part.sums[key] for part in parts) for key in parts[0].sums}
+    sizes = {key: math.fsum(part.sizes[key] for part in parts) for key in parts[0].sizes}
     maxima = {key: max(part.maxima[key] for part in parts) for key in parts[0].maxima}
     lengths = [part.correct_lengths for part in parts if part.correct_lengths is not None]
-    return Partials(sums, maxima, sorted(n for some in lengths for n in some) if lengths else None)
+    return Partials(sums, sizes, maxima, sorted(n for some in lengths for n in some) if lengths else None)
 
 
 def reduced_values(total: Partials, rule: str) -> Values:
     """The step's numbers under one rule. A step without a masked-in token has no weighted numbers: they are None."""
     return _values(total, rule, weighted=total.sums[("tokens",)] > 0)
+
+
+def sizes(total: Partials, rule: str) -> dict[str, float]:
+    """The sum of the absolute terms of each number of the step whose terms may have either sign, divided as the number is."""
+    found: dict[str, float] = {}
+    for name, reduction, key, count in _numbers_in(tuple(total.sums), tuple(total.maxima), rule):
+        if key in total.sizes and (reduction != "mean" or total.sums[count]):
+            found[name] = total.sizes[key] / (total.sums[count] if reduction == "mean" else 1.0)
+    return found
 
 
 def rank_values(part: Partials, rule: str, *, empty: bool = False) -> Values:
@@ -120,48 +105,23 @@ def not_finite(total: Partials) -> str | None:
     return next((key[0] for key, value in total.sums.items() if not math.isfinite(value)), None)
 
 
-def deviation(layouts: Sequence[LayoutReport]) -> float:
-    """The largest difference of any number between the first layout and the others.
-
-    Relative to the size of the number; for weighted numbers, which can cancel to 0, to at least the total weight (pg_loss,
-    loss) or 1 (shares and nats). A number that only one of two layouts has differs by infinity. Micro-batches are not
-    compared: a layout may choose them.
-    """
-    most = 0.0
-    first = layouts[0]
-    for other in layouts[1:]:
-        for rule, values in first.values.items():
-            for name, value in values.items():
-                if name != "micro_batches":
-                    scale = _scale(name, values)
-                    most = max(most, _difference(value, other.values[rule][name], scale))
-    return most
-
-
-def _scale(name: str, values: Values) -> float:
-    if METRICS[name].reduction != "weighted":
-        return 0.0
-    return (values["total_weight"] or 0.0) if name in ("loss", "pg_loss") else 1.0
-
-
-def _difference(a: float | None, b: float | None, scale: float) -> float:
-    if a is None or b is None:
-        return 0.0 if a is b else math.inf
-    size = max(abs(a), abs(b), scale)
-    return abs(a - b) / size if size else 0.0
-
-
 # -- vectors that cross ranks ---------------------------------------------------------------------------------------
 
 
 def to_vectors(part: Partials) -> tuple[list[float], list[float]]:
-    """Sums and maxima as two plain vectors, in the order of their keys, which is the same on every rank."""
-    return list(part.sums.values()), list(part.maxima.values())
+    """Sums (and their sizes) and maxima as two plain vectors, in the order of their keys, which is the same on every rank."""
+    return [*part.sums.values(), *part.sizes.values()], list(part.maxima.values())
 
 
 def from_vectors(like: Partials, sums: Sequence[float], maxima: Sequence[float], lengths: list[int] | None) -> Partials:
     """The inverse of `to_vectors`, with the keys of `like`."""
-    return Partials(_keyed(like.sums, sums), _keyed(like.maxima, maxima), lengths if like.correct_lengths is not None else None)
+    split = len(like.sums)
+    return Partials(
+        _keyed(like.sums, sums[:split]),
+        _keyed(like.sizes, sums[split:]),
+        _keyed(like.maxima, maxima),
+        lengths if like.correct_lengths is not None else None,
+    )
 
 
 def _keyed(like: Mapping[Key, float], values: Sequence[float]) -> dict[Key, float]:

@@ -21,3 +21,10 @@ def in_bytes(count: int) -> str:
         return f"{count} B"
     power = min((len(str(count)) - 1) // 3, 4)
     return f"{count / 1000**power:.1f} {'kMGT'[power - 1]}B"
+
+
+def apart(a: float, b: float, size: float) -> str:
+    """` (0.013 apart, 11.4 % of -0.114)`: how far two numbers are apart, also relative to the first, which is left out where
+    the first is near 0: less than a thousandth of `size`, what it was summed from."""
+    relative = f", {100 * abs(a - b) / abs(a):.3g} % of {a:.6g}" if abs(a) > size / 1000 else ""
+    return f" ({abs(a - b):.3g} apart{relative})"

@@ -106,7 +106,13 @@ _STEP = (
     *_IN_FORCE,
     Field("advantages", TEXT, "replay: where the advantages come from", "the step"),
     Field("empty", FLAG, "replay: whether the step has no masked-in token", "the step"),
-    Field("layout_deviation", BLANK, "replay: largest relative difference of any number between layouts", "the step's layouts"),
+    Field(
+        "layout_deviation",
+        BLANK,
+        "largest difference of any number between layouts, over the sum of its absolute terms, under rules that no layout may"
+        " move; null where there was one layout, or infinity (a sample is misplaced, or a number missing)",
+        "the step's layouts",
+    ),
     Field(
         "skipped",
         {"type": "object", "additionalProperties": TEXT},
@@ -134,6 +140,13 @@ _STEP_IN_LAYOUT = (
     ),
     *_REDUCED,
     _LENGTHS,
+    Field(
+        "sizes",
+        {"type": "object", "additionalProperties": NUMBER},
+        "metric -> sum of its absolute terms, divided as the metric is: what a difference between layouts is measured by;"
+        " for metrics whose terms may have either sign",
+        "the layout",
+    ),
     Field(
         "ranks",
         _list(OBJECT),

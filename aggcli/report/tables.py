@@ -58,11 +58,12 @@ _LABELS = {
 }
 
 
-def replay_tables(head: Mapping[str, Any], steps: Sequence[Step]) -> list[Table | Text]:
-    """What `run` and `compare` print: the settings in force, modes side by side, the batch, and the layouts."""
+def replay_tables(head: Mapping[str, Any], steps: Sequence[Step], between_layouts: Sequence[str]) -> list[Table | Text]:
+    """What `run` and `compare` print: the settings in force, modes side by side, the batch, and the layouts, with what is said
+    of their differences."""
     rules = [rule for rule in head["modes"] if any(rule in step["modes"] for step in steps)]
     tables: list[Table | Text] = [_headline(head, steps), _mode_table(head, steps, rules), _batch_table(steps, rules[0])]
-    tables.append(_layout_table(steps, rules))
+    tables += [_layout_table(steps, rules), Text("\n".join(between_layouts) + "\n")]
     if any("correct/count" in step["modes"][rules[0]] for step in steps if rules[0] in step["modes"]):
         tables.append(_correct_table(steps, rules[0]))
     reasons = _skipped(steps)
@@ -149,8 +150,7 @@ def _batch_table(steps: Sequence[Step], rule: str) -> Table:
 
 
 def _layout_table(steps: Sequence[Step], rules: Sequence[str]) -> Table:
-    """pg_loss under each layout, which must be the same number down each column."""
-    worst = max(step["layout_deviation"] for step in steps)
+    """pg_loss under each layout."""
     table = _table("pg_loss by layout", *rules)
     for layout in _layouts(steps, rules[0]):
         cells = [
@@ -161,8 +161,6 @@ def _layout_table(steps: Sequence[Step], rules: Sequence[str]) -> Table:
             for rule in rules
         ]
         table.add_row(layout, *cells)
-    table.caption = f"largest relative difference of any number between layouts: {worst:.2g}"
-    table.caption_justify = "left"
     return table
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from aggcli.config import RunConfig
 from aggcli.layout.schedule import Layout
 from aggcli.layout.steps import Part, need_whole_groups
-from aggcli.measurement.reduce import Values
+from aggcli.measurement.report import Values
 from aggcli.policy.groups import threads_for
 from aggcli.policy.transformer import Parameters, stacked
 from aggcli.rollouts.batch import RolloutBatch

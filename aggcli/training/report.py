@@ -15,7 +15,8 @@ from aggcli.layout.views import GlobalView, whole
 from aggcli.measurement.catalogue import checked
 from aggcli.measurement.groups import group_values
 from aggcli.measurement.local import Contributions, MeasureConfig, Partials, contributions, per_cell
-from aggcli.measurement.reduce import Values, combine, rank_values, reduced_values
+from aggcli.measurement.reduce import combine, rank_values, reduced_values
+from aggcli.measurement.report import Values
 from aggcli.objective.step import depends_on_layout
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 from aggcli.training.stack import RunSpec

@@ -1,0 +1,158 @@
+"""Measuring one optimizer step: every layout's ranks compute their own partial sums from their own slices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aggcli.config import ObjectiveConfig
+from aggcli.errors import RolloutError, some
+from aggcli.layout.schedule import Layout, Schedule
+from aggcli.layout.views import LocalView, cut
+from aggcli.measurement.comparison import ROUNDING, LayoutComparison, compare_layouts, moved
+from aggcli.measurement.influence import influence
+from aggcli.measurement.local import HELD, MeasureConfig, Partials, marks, measure
+from aggcli.measurement.notes import notes_on_step, skipped
+from aggcli.measurement.reduce import combine, gradient_comparison, not_finite, rank_values, reduced_values, sizes
+from aggcli.measurement.report import TWIN, LayoutReport, RankReport, StepReport, Values
+from aggcli.measurement.samples import sample_columns, weight_of_samples
+from aggcli.objective.step import StepInputs, depends_on_layout, in_layout, why_it_depends
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
+
+Processes = Callable[[Sequence[LocalView]], tuple[list[Partials], Partials]]
+"""Real ranks: from the views of all ranks to each rank's partial sums, and to the reduced ones."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a step is: its number, where it comes from, where its advantages do, and what was said of it before."""
+
+    step: int
+    source: str
+    advantages: str
+    notes: Sequence[str] = ()
+
+
+def report_step(
+    head: Head,
+    inputs: StepInputs,
+    objective: ObjectiveConfig,
+    layouts: Sequence[tuple[Layout, Schedule]],
+    measuring: MeasureConfig,
+    groups: Values,
+    processes: Processes | None = None,
+) -> StepReport:
+    """The report of one optimizer step. `layouts`: the one in force first, each with what it makes of the step; `groups`: the
+    numbers of whole groups; `processes`: the real ranks of the layout in force, whose numbers are then recorded, with the same
+    layout in one process beside them as the check.
+
+    Raises `RolloutError` where a number overflows.
+    """
+    step, rules = inputs.step, inputs.rules
+    shared = groups | {"rollouts": int(is_first(step.rollout_S).sum()), "prompts": _count_groups(step)}
+    reports, total = _layout_reports(inputs, objective, layouts, measuring, shared, processes)
+    if bad := not_finite(total):
+        raise RolloutError(
+            f"{step.name}: {bad} overflows float64: a log-probability or an advantage is too large; mask it out or mend it"
+        )
+    recorded = [report for report in reports if report.evaluated != TWIN]
+    compared = gradient_comparison(total, rules, rules[0])
+    values = {
+        rule: recorded[0].values[rule] | shared | influence(step, inputs.weights[rule], measuring) | compared.get(rule, {})
+        for rule in rules
+    }
+    moving = [rule for rule in rules if depends_on_layout(rule)]
+    comparison = compare_layouts(reports, [rule for rule in rules if rule not in moving], moving)
+    return StepReport(
+        step=head.step,
+        source=head.source,
+        rules=rules,
+        values=values,
+        layouts=recorded,
+        comparison=comparison,
+        advantages=head.advantages,
+        empty=not bool(step.loss_mask_T.any()),
+        notes=[*head.notes, *notes_on_step(inputs, values, recorded), *_moving(comparison)],
+        skipped=skipped(inputs),
+        samples=sample_columns(step, measuring.correct_threshold),
+        weights={rule: weight_of_samples(step, inputs.weights[rule]) for rule in rules},
+    )
+
+
+def _layout_reports(
+    inputs: StepInputs,
+    objective: ObjectiveConfig,
+    layouts: Sequence[tuple[Layout, Schedule]],
+    measuring: MeasureConfig,
+    shared: Values,
+    processes: Processes | None,
+) -> tuple[list[LayoutReport], Partials]:
+    """A report for every layout, and the partial sums of the one in force, added up; after real ranks comes their twin."""
+    reports: list[LayoutReport] = []
+    totals: list[Partials] = []
+    for at, (layout, schedule) in enumerate(layouts):
+        weights = in_layout(inputs, objective, schedule).weights
+        views = cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=weights)
+        measured: list[tuple[str, list[Partials], Partials]] = []
+        if at == 0 and processes is not None:
+            measured.append(("processes", *processes(views)))
+        parts = [measure(view, measuring) for view in views]
+        measured.append((TWIN if measured else "in-process", parts, combine(parts)))
+        for how, of_ranks, total in measured:
+            reports.append(_layout_report(layout, how, schedule, of_ranks, total, inputs, shared))
+            totals.append(total)
+    return reports, totals[0]
+
+
+def _moving(comparison: LayoutComparison) -> list[str]:
+    """A note for each rule whose numbers move with the layout, as it is made to: by how much, and why."""
+    most = [found for found in comparison.moving.values() if found is not None and found.share > ROUNDING]
+    return [moved(difference, why_it_depends(difference.rule)) for difference in most]
+
+
+def _layout_report(
+    layout: Layout,
+    evaluated: str,
+    schedule: Schedule,
+    parts: Sequence[Partials],
+    total: Partials,
+    inputs: StepInputs,
+    shared: Values,
+) -> LayoutReport:
+    rules = inputs.rules
+    ranks = []
+    misplaced = _not_once(schedule, inputs.step.num_samples)
+    for rank, partition in enumerate(schedule.partitions):
+        own = parts[rank * layout.cp : (rank + 1) * layout.cp]
+        whole = combine(own)
+        if whole.sums[HELD] != float(marks(torch.tensor(partition, dtype=torch.int64)).sum()):
+            misplaced.append(f"rank {rank} does not hold the samples that the layout gives it")
+        ranks.append(
+            RankReport(
+                rank,
+                {rule: rank_values(whole, rule, empty=not total.sums[("tokens",)]) for rule in rules},
+                {rule: sizes(whole, rule) for rule in rules},
+                [round(part.sums[("response_tokens",)]) for part in own],
+                list(partition),
+                whole.correct_lengths,
+            )
+        )
+    values = {rule: reduced_values(total, rule) for rule in rules}
+    of = {rule: sizes(total, rule) for rule in rules}
+    return LayoutReport(layout.text, evaluated, values, of, misplaced, shared, ranks, total.correct_lengths)
+
+
+def _not_once(schedule: Schedule, samples: int) -> list[str]:
+    """In words: the samples of the step that the layout gives to no rank, or more than once."""
+    times = Counter(sample for partition in schedule.partitions for sample in partition)
+    lost, twice = [at for at in range(samples) if not times[at]], [at for at in times if times[at] > 1]
+    told = (("held by no rank", lost), ("held more than once", sorted(twice)))
+    return [f"{'sample' if len(of) == 1 else 'samples'} {some(of)}: {how}" for how, of in told if of]
+
+
+def _count_groups(step: RolloutBatch) -> int:
+    known_S = step.group_S[step.group_S != NO_GROUP]
+    return int(is_first(known_S).sum())
