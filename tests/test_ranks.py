@@ -63,6 +63,8 @@ def _same_numbers(real: dict[str, Any], twin: dict[str, Any]) -> None:
         if name == "ranks":
             for a, b in zip(value, twin[name], strict=True):
                 _same_numbers(a, b)
+        elif isinstance(value, dict):
+            _same_numbers(value, twin[name])
         elif isinstance(value, float):
             assert value == pytest.approx(twin[name], rel=1e-12, abs=1e-15), name
         else:
