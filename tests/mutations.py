@@ -32,9 +32,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- checks and what is drawn --
     Mutation(
         "the layout check of a replay looks at pg_loss alone",
-        "measurement/reduce.py",
-        'if name != "micro_batches":',
-        'if name == "pg_loss":',
+        "measurement/comparison.py",
+        "if metric == _NOT_COMPARED or",
+        'if metric != "pg_loss" or',
         ("tests/test_normalisation.py",),
     ),
     Mutation(
@@ -78,6 +78,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "runs, notes = without_duplicates(labelled(sampled or read))",
         "runs, notes = labelled(sampled or read), []",
         ("tests/test_results.py",),
+    ),
+    Mutation(
+        "a difference between layouts is measured against the number, which can cancel to 0",
+        "measurement/comparison.py",
+        "(report.sizes[rule].get(metric) for report in (first, other))",
+        "()",
+        ("tests/test_layout_differences.py",),
+    ),
+    Mutation(
+        "nobody looks whether a rank holds the samples that the layout gives it",
+        "measurement/step.py",
+        "if whole.sums[HELD] != ",
+        "if False and whole.sums[HELD] != ",
+        ("tests/test_layout_differences.py",),
+    ),
+    Mutation(
+        "nobody looks whether a layout holds every sample once",
+        "measurement/step.py",
+        "misplaced = _not_once(schedule, inputs.step.num_samples)",
+        "misplaced: list[str] = []",
+        ("tests/test_layout_differences.py",),
     ),
     # -- objective --
     Mutation(
