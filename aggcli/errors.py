@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import signal
+import unicodedata
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -50,6 +51,16 @@ class CheckFailed(AggcliError):
     """A check ran and failed; the numbers are right, the news is bad."""
 
     exit_code = ExitCode.CHECK_FAILED
+
+
+_HARMFUL = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def printable(text: str) -> str:
+    """A text that a terminal only shows: what would act on it (escapes, bells, newlines, marks of direction) is spelled out."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char.encode("unicode_escape").decode() if unicodedata.category(char) in _HARMFUL else char for char in text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

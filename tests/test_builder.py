@@ -145,8 +145,10 @@ def test_a_sample_without_a_trained_token_may_lack_a_list() -> None:
 def test_null_in_a_list_is_nan_and_is_fine_only_under_the_mask() -> None:
     batch = built(*of(2, loss_mask=[[1, 0]], log_probs=[[-1.0, None]], old_log_probs=[[-1.0, math.inf]]))
     assert str(batch.token_fields["log_probs_T"].tolist()) == "[-1.0, nan]"
-    with refused(r"f, sample 0, token 1: log_probs is nan where loss_mask is 1; .*"):
+    with refused(r"f, sample 0, token 1: log_probs is null where loss_mask is 1; .*"):
         built(*of(2, log_probs=[[-1.0, None]]))
+    with refused(r"f, sample 0, token 1: log_probs is nan where loss_mask is 1; .*"):
+        built(*of(2, log_probs=[[-1.0, math.nan]]))
 
 
 def test_an_advantage_is_a_number_for_all_tokens_or_a_list() -> None:

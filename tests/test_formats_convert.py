@@ -52,8 +52,8 @@ def bits(value: Any) -> Any:
 
 
 def numbers_of(batch: RolloutBatch) -> dict[str, Any]:
-    """Everything of a batch but its name, its notes, and the layout that our format does not hold."""
-    fields = [field.name for field in dataclasses.fields(batch) if field.name not in ("name", "notes", "recorded")]
+    """Everything of a batch but its name, its notes, and what our format does not hold: layout and grouping."""
+    fields = [field.name for field in dataclasses.fields(batch) if field.name not in ("name", "notes", "recorded", "grouping")]
     return {field: bits(getattr(batch, field)) for field in fields}
 
 
@@ -141,7 +141,9 @@ def test_ids_of_mixed_kinds_need_jsonl(tmp_path: Path) -> None:
     batch = everything(lambda i: i if i % 2 else str(i))
     write_jsonl(batch, tmp_path / "a.jsonl")
     assert numbers_of(read(tmp_path / "a.jsonl")) == numbers_of(batch)
-    with refused(r"group_index mixes whole numbers and texts, or has too large ones: write \.jsonl, which holds any id"):
+    with refused(
+        r"group_index mixes whole numbers and texts, or has too large or broken ones: write \.jsonl, which holds any id"
+    ):
         write_parquet(batch, tmp_path / "a.parquet")
 
 

@@ -129,10 +129,10 @@ def test_two_ways_to_count_and_bad_weights_are_refused_at_once() -> None:
 def test_rows_are_grouped_by_uid_else_by_prompt_never_by_position(tmp_path: Path) -> None:
     rows = [{"input": prompt, "score": 1.0} for prompt in "abab"]
     assert read(verl(tmp_path, *rows)).group_S.tolist() == [0, 1, 0, 1]
-    named = [{**row, "uid": uid} for row, uid in zip(rows, ("x", "x", "y", None), strict=True)]
+    named = [{**row, "uid": uid} for row, uid in zip(rows, ("x", "x", "y", 0), strict=True)]
     batch = read(verl(tmp_path, *named))
     assert batch.group_S.tolist() == [0, 0, 1, 2]
-    assert batch.labels.groups == ("x", "y", 0)
+    assert (batch.labels.groups, batch.grouping) == (("x", "y", 0), None)
 
 
 def test_one_prompt_sampled_as_several_groups_is_cut_into_consecutive_runs(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_nan_where_the_mask_is_1_is_refused_by_step_sample_and_token(tmp_path, c
     made = fx_b()
     made[2][name] = [0.5, 0.5, value, 0.5]
     line = refused(replay(capsys, tmp_path, made))
-    shown = "inf" if value == math.inf else "nan"
+    shown = "null" if value is None else "inf" if value == math.inf else "nan"
     field = "advantages" if name == "advantage" else name
     assert f"step 0 (rollouts-1.jsonl), sample 2, token 2: {field} is {shown} where loss_mask is 1" in line
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
 
+from aggcli.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -58,7 +60,8 @@ def is_terminal() -> bool:
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split())
+    """The text in one line, with what would act on a terminal spelled out: names and paths in it are other people's."""
+    return printable(" ".join(text.split()))
 
 
 def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:

@@ -10,7 +10,7 @@ import typer
 from aggcli.cli.console import progress, say
 from aggcli.cli.options import with_settings
 from aggcli.config import FIELDS, SOURCE_SETTINGS, settings_from
-from aggcli.errors import SettingError, nearest
+from aggcli.errors import SettingError, nearest, printable
 from aggcli.measurement.words import plural
 
 if TYPE_CHECKING:
@@ -70,4 +70,4 @@ def _write(source: Source, out: Path, target: Target, is_file: bool, overwrite: 
             steps, samples = steps + 1, samples + batch.num_samples
     for note in notes:
         say(note)
-    print(f"{out}: {plural(samples, 'sample')} in {plural(steps, 'step')}, from {source.format}")
+    print(printable(f"{out}: {plural(samples, 'sample')} in {plural(steps, 'step')}, from {source.format}"))

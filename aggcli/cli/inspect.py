@@ -10,17 +10,18 @@ import typer
 from aggcli.cli.console import out, progress, say
 from aggcli.cli.options import JsonOption, with_settings
 from aggcli.config import FIELDS, SOURCE_SETTINGS, RunConfig, settings_from
+from aggcli.errors import printable
 from aggcli.measurement.words import plural
 
 TAKEN = (*SOURCE_SETTINGS, "correct_threshold")
 """The settings that are this command's options; --rollouts is its argument."""
-UNITS = {"chars": "characters", "words": "words"}
 
 
 @with_settings(without=[name for name in FIELDS if name not in TAKEN or name == "rollouts"])
 def inspect(
     given: dict[str, Any],
     rollouts: Annotated[list[str], typer.Argument(help="Files, folders or globs; each file is one step.")],
+    groups: Annotated[bool, typer.Option("--groups", help="A table of each step's prompt groups too.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Say what a rollout file holds, what can be computed from it, and what is missing and why."""
@@ -28,7 +29,7 @@ def inspect(
     from aggcli.rollouts.sources import open_source
 
     source = open_source(settings.source, settings.seed)
-    steps = [_facts(batch, settings) for batch in progress(source, len(source), "reading")]
+    steps = [_facts(batch, settings, groups) for batch in progress(source, len(source), "reading")]
     for note in dict.fromkeys(note for step in steps for note in step["notes"]):
         say(note)
     if json:
@@ -39,20 +40,25 @@ def inspect(
     _print(source.name, source.format, steps)
 
 
-def _facts(batch: Any, settings: RunConfig) -> dict[str, Any]:
-    from aggcli.measurement.inventory import inventory
+def _facts(batch: Any, settings: RunConfig, groups: bool) -> dict[str, Any]:
+    from aggcli.measurement.inventory import group_facts, inventory
 
-    return inventory(batch, settings.objective, settings.correct_threshold)
+    facts = inventory(batch, settings.objective, settings.correct_threshold)
+    return {**facts, "prompt_groups": group_facts(batch, settings.objective, settings.correct_threshold)} if groups else facts
 
 
 def _print(name: str, kind: str, steps: list[dict[str, Any]]) -> None:
-    from aggcli.report.inventory_tables import inventory_table
+    from aggcli.report.inventory_tables import group_table, inventory_table, unit_of
 
     console = out()
-    units = [UNITS[unit] for unit in dict.fromkeys(step["length_unit"] for step in steps) if unit != "tokens"]
-    counted = "".join(f", lengths in {unit}, not tokens" for unit in units)
-    console.print(f"{name}: format {kind}, {plural(len(steps), 'step')}{counted}")
+    unit = unit_of(steps)
+    counted = "" if unit == "tokens" else f", lengths in {unit}, not tokens"
+    console.print(f"{printable(name)}: format {kind}, {plural(len(steps), 'step')}{counted}")
     console.print(inventory_table(steps, console.width))
+    for step in steps:
+        if step.get("prompt_groups"):
+            console.print(printable(f"prompt groups of {step['source']}"))
+            console.print(group_table(step))
     for title, key in (("can be computed", "computable"), ("missing", "skipped")):
         console.print(title)
         found: dict[str, list[int]] = {}
@@ -62,6 +68,6 @@ def _print(name: str, kind: str, steps: list[dict[str, Any]]) -> None:
         for item, at in found.items():
             where = "" if len(at) == len(steps) else f" ({len(at)} of {len(steps)} steps)"
             text = textwrap.fill(
-                item + where, console.width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
+                printable(item + where), console.width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
             )
             console.print(text, soft_wrap=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from aggcli.config import DEFAULT_LAYOUTS, LayoutConfig
 from aggcli.errors import RolloutError
@@ -56,7 +58,11 @@ def _recorded_part(name: str, step: RecordedStep) -> Part:
 
 
 def need_whole_groups(batch: RolloutBatch, parts: Sequence[Part]) -> None:
-    """Raise `RolloutError` when a prompt group straddles two optimizer steps, which prompt_mean cannot weigh."""
+    """Raise `RolloutError` when a prompt group straddles two optimizer steps, which prompt_mean cannot weigh.
+
+    The message says what is at fault: the order of the samples where groups would fit if they stood together, else the
+    step's size.
+    """
     seen: dict[int, int] = {}
     group_S = group_of_rollout(batch.group_S, batch.rollout_S).tolist()
     for at, part in enumerate(parts):
@@ -66,8 +72,21 @@ def need_whole_groups(batch: RolloutBatch, parts: Sequence[Part]) -> None:
                 label = batch.labels.groups[group_S[sample]] if batch.labels.groups else group_S[sample]
                 raise RolloutError(
                     f"{batch.name}: prompt group {label} straddles optimizer steps {first} and {at}, and prompt_mean needs"
-                    " whole groups; change --global-batch-size to a multiple of the group size"
+                    f" whole groups; {_remedy(batch, group_S, parts)}"
                 )
+
+
+def _remedy(batch: RolloutBatch, group_S: list[int], parts: Sequence[Part]) -> str:
+    """What to change, where some group straddles two optimizer steps."""
+    rollout_S = batch.rollout_S.tolist()
+    rollouts = dict(zip(rollout_S, group_S, strict=True))
+    sizes = set(Counter(rollouts.values()).values())
+    steps = [len({rollout_S[sample] for sample in part.positions}) for part in parts]
+    changes = sum(a != b for a, b in pairwise(group_S))
+    together = changes < len(set(group_S))  # each group is one run of samples
+    if len(sizes) == 1 and not together and all(step % next(iter(sizes)) == 0 for step in steps):
+        return "the steps' size fits the groups, but the samples of a group do not stand together: sort the file by group_index"
+    return "change --global-batch-size to a multiple of the group size"
 
 
 def layouts_of(config: LayoutConfig, *, has_recorded: bool) -> list[Layout]:

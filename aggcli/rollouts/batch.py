@@ -70,7 +70,8 @@ class RolloutBatch:
     Per response token (`_T`, flat): `loss_mask_T` bool, and the optional floats of `TOKEN_FIELDS` (log-probabilities in
     nats of the current policy, of the policy that sampled, of the reference and of the inference engine; entropy in nats;
     recorded advantages). `token_ids_U` are prompt and response ids, flat over total lengths. `length_unit` is what lengths
-    count: tokens, or chars or words of a dump that holds text only.
+    count: tokens, or chars or words of a dump that holds text only. `grouping` says how groups were found where the source does
+    not name them, None where it does.
 
     Raises `RolloutError` (a ValueError) naming step, sample and field when the parts contradict each other, when a
     masked-in token has a number that is not finite, or when siblings of a rollout differ in reward, group or run.
@@ -95,6 +96,7 @@ class RolloutBatch:
     labels: Labels = Labels()
     recorded: RecordedLayout | None = None
     length_unit: str = "tokens"
+    grouping: str | None = None
     name: str = "batch"
     notes: tuple[str, ...] = ()
 
@@ -115,6 +117,13 @@ class RolloutBatch:
         """The optional per-token fields that this batch has."""
         present = {field: getattr(self, field) for field in TOKEN_FIELDS}
         return {field: value for field, value in present.items() if value is not None}
+
+    @property
+    def truncated_S(self) -> Tensor | None:
+        """bool: where the source says that the response was cut at the response limit; None where it says nothing of any."""
+        if self.status_S is None:
+            return None
+        return torch.tensor([status == "truncated" for status in self.status_S], device=self.loss_mask_T.device)
 
     # -- ragged arithmetic ------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from aggcli.errors import RolloutError, some
-from aggcli.rollouts.batch import NO_GROUP, Labels, RecordedLayout, RolloutBatch
-from aggcli.rollouts.columns import DenseIds, TokenColumn, tensor
+from aggcli.rollouts.batch import NO_GROUP, Labels, RecordedLayout, RolloutBatch, group_of_rollout
+from aggcli.rollouts.columns import DenseIds, TokenColumn, sampler_note, tensor
 from aggcli.rollouts.fields import (
     FieldError,
     advantage_of,
@@ -31,10 +31,9 @@ from aggcli.rollouts.fields import (
     token_ids,
     total_length_of,
 )
+from aggcli.rollouts.known import TOKEN_LISTS
+from aggcli.rollouts.limits import BARE_LENGTH, BARE_TOKENS, limit, raised
 from aggcli.rollouts.plain import PlainPath
-
-TOKEN_LISTS = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
-"""Fields that hold one number per response token."""
 
 UNITS = ("tokens", "chars", "words")
 """What lengths may count."""
@@ -45,13 +44,15 @@ class BatchBuilder:
 
     `reward_key` is the entry of a reward that is an object; `group_size` groups that many consecutive rollouts where no
     sample has a group_index. `notes` are the batch's notes; a reader may add its own before `build`, and
-    set `length_unit` where lengths are not tokens.
+    set `length_unit` where lengths are not tokens, `grouping` where groups are assumed, and `text_bytes`, the size of the file,
+    where lengths are counted from texts in it.
     """
 
     def __init__(self, name: str, *, reward_key: str | None = None, group_size: int | None = None) -> None:
         self.name = name
         self.notes: list[str] = []
         self.length_unit = "tokens"
+        self.grouping: str | None = None
         self._reward_key, self._group_size = reward_key, group_size
         self._counts: Counter[str] = Counter()
         self._response_length_S, self._total_length_S = array("q"), array("q")
@@ -63,6 +64,8 @@ class BatchBuilder:
         self._statuses: dict[str, str] = {}
         self._columns = {field: TokenColumn(name, field) for field in (*TOKEN_LISTS, "advantage")}
         self._plain: PlainPath | None = None
+        self._bare_tokens = 0
+        self.text_bytes = 0
 
     def __len__(self) -> int:
         return len(self._response_length_S)
@@ -94,6 +97,8 @@ class BatchBuilder:
         plain = self._plain = self._plain or self._plain_path()
         if plain is not None and plain.add([row for _, row in rows]):
             self._lacking_ids += len(rows) if plain.token_ids_U is None else 0
+            if plain.token_ids_U is None and not plain.given:
+                self._add_bare(sum(self._response_length_S[-len(rows) :]))
             return
         if plain is None or len(rows) == 1:
             where, sample = rows[0]
@@ -111,6 +116,13 @@ class BatchBuilder:
         mask, ids = listed(get("loss_mask"), "loss_mask"), listed(get("tokens"), "tokens")
         length, origin = response_length_of(get("response_length"), lists, mask)
         total = total_length_of(get("total_length"), ids, get("prompt"), length)
+        if mask is None and ids is None and not any(lists.values()):
+            if length > limit(BARE_LENGTH):
+                raise FieldError(f"response_length is {length}, and the file holds nothing of those tokens; {raised()}")
+            self._add_bare(length)
+        for field, values in lists.items():
+            if values is not None and len(values) != length:
+                raise FieldError(f"{field} has {len(values)} values but {origin} {length}: must have one per response token")
         bits = self._loss_mask(mask, length, total, origin)
         if get("remove_sample") is True:
             self._counts["removed"] += 1
@@ -120,10 +132,8 @@ class BatchBuilder:
         for field, column in self._columns.items():
             values = lists[field]
             if values is not None:
-                if len(values) != length:
-                    raise FieldError(
-                        f"{field} has {len(values)} values but {origin} {length}: must have one per response token"
-                    )
+                if None in values:
+                    self._need_no_null(field, values, bits)
                 column.add(floats(values, field), label)
             elif field == "advantage" and advantage is not None:
                 column.add(array("d", [advantage]) * length, label)
@@ -138,6 +148,20 @@ class BatchBuilder:
         self._loss_mask_T += bits
         self._total_length_S.append(total)
         self._response_length_S.append(length)
+
+    def _add_bare(self, tokens: int) -> None:
+        """Count tokens of which the file holds a length only, before memory is taken for them."""
+        self._bare_tokens += tokens
+        if self._bare_tokens > limit(BARE_TOKENS) + self.text_bytes:
+            raise RolloutError(f"{self.name}: holds nothing of its {self._bare_tokens:.3g} tokens but lengths; {raised()}")
+
+    def _need_no_null(self, field: str, values: list, bits: bytes) -> None:
+        token = next((i for i, (value, bit) in enumerate(zip(values, bits, strict=True)) if value is None and bit), None)
+        if token is not None:
+            raise RolloutError(
+                f"{self.name}, sample {len(self)}, token {token}: {'advantages' if field == 'advantage' else field} is null"
+                " where loss_mask is 1; mask the token out or drop the sample"
+            )
 
     def _plain_path(self) -> PlainPath | None:
         """How further samples can be added fast, once it is known which fields samples have."""
@@ -238,6 +262,7 @@ class BatchBuilder:
             recorded=recorded,
             name=self.name,
             length_unit=self.length_unit,
+            grouping=self.grouping,
             notes=(*self._unit_note(), *self.notes, *self._field_notes()),
         )
 
@@ -260,7 +285,12 @@ class BatchBuilder:
         if labels:
             if size is not None:
                 self.notes.append(f"--group-size {size} is ignored: the file has group_index")
+            own = int((group_S == NO_GROUP).sum())
+            group_S = group_of_rollout(group_S, rollout_S)
             missing = int((group_S == NO_GROUP).sum())
+            if own > missing:
+                those = counted(own - missing, "sample without group_index takes", "samples without group_index take")
+                self.notes.append(f"{those} that of a sibling, which shares the rollout_id")
             if missing:
                 self.notes.append(f"{counted(missing, 'sample has', 'samples have')} no group_index")
             return group_S, labels
@@ -273,6 +303,7 @@ class BatchBuilder:
                 f" divides {rollouts}, or a file with group_index"
             )
         self.notes.append(f"no group_index in the file: grouped every {size} consecutive rollouts (--group-size)")
+        self.grouping = f"every {size} consecutive rollouts, as --group-size says"
         return rollout_S // size, tuple(range(rollouts // size))
 
     def _unit_note(self) -> list[str]:
@@ -295,6 +326,7 @@ class BatchBuilder:
             notes.append(f"{masks} prompt and response: the last response_length entries were taken")
         if counts["removed"]:
             notes.append(f"{counted(counts['removed'], 'sample has', 'samples have')} remove_sample: fully masked out")
+        notes += sampler_note(self._columns["rollout_log_probs"], self._loss_mask_T, self._response_length_S)
         if 0 < self._lacking_ids < len(self):
             notes.append(f"{counted(self._lacking_ids, 'sample has', 'samples have')} no tokens: token ids are left out")
         return notes

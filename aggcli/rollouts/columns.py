@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import NO_GROUP
-from aggcli.rollouts.fields import identifier
+from aggcli.rollouts.fields import counted, identifier
 
 
 class TokenColumn:
@@ -69,7 +69,7 @@ class DenseIds:
         if value is None:
             self.ids_S.append(NO_GROUP)
             return
-        key = value if type(value) is int else identifier(value, self._field)
+        key = value if type(value) is int and -(2**63) <= value < 2**63 else identifier(value, self._field)
         self.ids_S.append(self.dense.setdefault(key, len(self.dense)))
 
     def add_all(self, keys: list[int | str | None]) -> None:
@@ -87,3 +87,26 @@ class DenseIds:
 def tensor(values: array | bytearray, dtype: torch.dtype) -> Tensor:
     """The array's memory as a tensor, not copied."""
     return torch.frombuffer(values, dtype=dtype) if len(values) else torch.empty(0, dtype=dtype)
+
+
+def sampler_note(drawn: TokenColumn, loss_mask_T: bytearray, length_S: array[int]) -> list[str]:
+    """One line where a trained token was drawn with a log-probability of exactly 0, which means certainty.
+
+    Among others it is a token that was added after sampling; where all are 0, they were drawn at temperature 0.
+    """
+    drawn_T = drawn.tensor()
+    if drawn_T is None:
+        return []
+    trained_T = tensor(loss_mask_T, torch.bool)
+    zero_T = trained_T & (drawn_T == 0)
+    zeros = int(zero_T.sum())
+    if not zeros or zeros == int(trained_T.sum()):
+        return []
+    token, sample = int(zero_T.nonzero()[0]), 0
+    while token >= length_S[sample]:
+        token, sample = token - length_S[sample], sample + 1
+    return [
+        f"{counted(zeros, 'trained token has', 'trained tokens have')} a sampler log-prob of exactly 0 (the first: sample"
+        f" {sample}, token {token}), as a token has that was added after sampling; if so, mask it out: sampler_mismatch counts"
+        " it"
+    ]

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from aggcli.errors import some
 
 LONGEST = 2**31 - 1  # tokens of one sample; keeps a misread length from asking for all memory
+LONGEST_ID = 256  # bits
 EXACT = 2**53  # beyond it a float stands for several whole numbers, and two ids could become one
 
 
@@ -32,7 +33,10 @@ def shown(value: object) -> str:
     names = {type(None): "null", dict: "an object"}
     if isinstance(value, bool):
         return "true" if value else "false"
-    return names.get(type(value)) or reprlib.repr(value).replace("\n", " ")
+    try:
+        return names.get(type(value)) or reprlib.repr(value).replace("\n", " ")
+    except ValueError:  # Python writes out no number of more than some thousand digits
+        return "a number of thousands of digits"
 
 
 def listed(value: object, field: str) -> list | None:
@@ -63,6 +67,8 @@ def identifier(value: object, field: str) -> int | str:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise FieldError(f"{field} is {shown(value)}: must be a whole number, a text or null")
+    if isinstance(value, int) and value.bit_length() > LONGEST_ID:
+        raise FieldError(f"{field} is a whole number of {value.bit_length()} bits: too large for an id")
     return value
 
 

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aggcli.config import SourceConfig
-from aggcli.errors import RolloutError, some
+from aggcli.errors import RolloutError, printable, some
+from aggcli.rollouts.files import opened
+from aggcli.rollouts.torch_files import LEGACY, ZIP, load
 
 if TYPE_CHECKING:  # the batch type needs torch, which telling formats does not
     from aggcli.rollouts.batch import RolloutBatch
 
 
 @dataclass(frozen=True)
+class Part:
+    """One step of a file that holds several: what its rows call it, and how many they are."""
+
+    key: int | str
+    rows: int
+
+
+@dataclass(frozen=True)
 class Step:
-    """The files of one step: one; or those of all ranks; or a train dump and the rollout dump of the same rollout."""
+    """The files of one step: one; or those of all ranks; or a train dump and the rollout dump of the same rollout.
+
+    Or a file that holds several steps, its `parts`, in the order in which they are read.
+    """
 
     path: Path
     format: str
     rollout_dump: Path | None = None
     ranks: tuple[Path, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -30,21 +44,33 @@ class Step:
         return (self.path, *self.ranks)
 
     @property
-    def label(self) -> str:
-        """How the step's name calls its file, or its folder where files of every step have the same name."""
-        if self.format == "prime-rl":
-            return self.path.parent.name
-        return "/".join(self.path.parts[-2:]) if self.format == "tinker" else self.path.name
+    def labels(self) -> list[str]:
+        """How the name of each of its steps calls the file, or the folder where files of every step have the same name."""
+        label = self.path.name
+        if self.format in ("prime-rl", "tinker"):
+            label = self.path.parent.name if self.format == "prime-rl" else "/".join(self.path.parts[-2:])
+        label = printable(label)
+        return [f"{label}, step {printable(str(part.key))}" for part in self.parts] or [label]
 
 
-Reader = Callable[[Step, str, SourceConfig], "RolloutBatch"]
+Reader = Callable[[Step, Sequence[str], SourceConfig], "Iterator[RolloutBatch]"]
+"""Reads the batches of a `Step`, one for each of its `labels`; they are called by the names given."""
 
 
 def _reader(module: str, function: str = "read") -> Reader:
-    """`function` of the module `aggcli.rollouts.<module>`, which is imported when a file is read."""
+    """`function` of the module `aggcli.rollouts.<module>`, which is imported when a file is read; it reads one step."""
 
-    def read(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
-        return getattr(import_module(f"aggcli.rollouts.{module}"), function)(step, name, config)
+    def read(step: Step, names: Sequence[str], config: SourceConfig) -> Iterator[RolloutBatch]:
+        yield getattr(import_module(f"aggcli.rollouts.{module}"), function)(step, names[0], config)
+
+    return read
+
+
+def _parted(module: str) -> Reader:
+    """The same for a format whose files may hold several steps: its `read` yields them."""
+
+    def read(step: Step, names: Sequence[str], config: SourceConfig) -> Iterator[RolloutBatch]:
+        return import_module(f"aggcli.rollouts.{module}").read(step, names, config)
 
     return read
 
@@ -55,15 +81,19 @@ READERS: dict[str, Reader] = {
     "slime-rollout": _reader("slime", "read_rollout"),
     "slime-train": _reader("slime", "read_train"),
     "miles-train": _reader("miles"),
-    "verl": _reader("verl"),
-    "trl": _reader("trl"),
+    "verl": _parted("verl"),
+    "trl": _parted("trl"),
     "nemo-rl": _reader("nemo_rl"),
     "prime-rl": _reader("prime_rl"),
     "tinker": _reader("tinker"),
     "skyrl": _reader("skyrl"),
     "openrlhf": _reader("openrlhf"),
 }
-"""Format name -> reader of one step."""
+"""Format name -> reader."""
+PARTED = ("verl", "trl")
+"""Formats whose files may hold several steps."""
+TEXT_ONLY = ("verl", "trl")
+"""Formats that hold texts, in which lengths are counted as the settings say."""
 
 ROW_KEYS: dict[str, tuple[str, ...]] = {
     "prime-rl": ("micro_step", "token_ids", "inference_logprobs"),
@@ -72,26 +102,21 @@ ROW_KEYS: dict[str, tuple[str, ...]] = {
     "verl": ("input", "output", "score"),
     "openrlhf": ("sequences", "action_mask"),
 }
-"""Keys of the first line by which JSON lines of another framework are told from our own."""
-TORCH_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9"
-"""How a file of torch.save in its older format begins: a pickle of torch's magic number."""
+"""Keys of the first lines by which JSON lines of another framework are told from our own."""
 
 
 def detect_format(path: Path) -> str:
     """The format of a file, by what it holds; raises `RolloutError` for one that no reader knows."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(4096)
-    except OSError as error:
-        raise RolloutError(f"{path}: cannot be read ({error.strerror or error})") from error
+    with opened(path) as file:
+        head = file.read(4096)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if not text:
         raise RolloutError(f"{path}: is empty; give a file with at least one sample")
     if head.startswith(b"PAR1"):
         return _parquet_format(path)
-    if head.startswith(b"\x80") and path.suffix != ".pt" and not head.startswith(TORCH_LEGACY):
+    if head.startswith(b"\x80") and path.suffix != ".pt" and not head.startswith(LEGACY):
         return "skyrl"
-    if head.startswith((b"PK\x03\x04", b"\x80")) or path.suffix == ".pt":
+    if head.startswith((ZIP, b"\x80")) or path.suffix == ".pt":
         from aggcli.rollouts.slime import peek
 
         return peek(path)[0]
@@ -103,18 +128,50 @@ def detect_format(path: Path) -> str:
     )
 
 
-def _row_format(path: Path) -> str:
-    """The format of JSON lines, by the keys of the first; ours has the message where the first line is broken."""
-    from aggcli.rollouts.jsonl import first_row
+SMALL = 2**16
+"""Bytes of a file that may be looked into for whether it holds any sample."""
 
-    keys = first_row(path)
+
+def is_empty(path: Path) -> bool:
+    """Whether a file certainly holds no sample: blank, a Parquet file without rows, or a small dump whose samples are none."""
+    with opened(path) as file:
+        head = file.read(SMALL + 1)
+    if len(head) > SMALL and not head.startswith(b"PAR1"):
+        return False
+    if not head.strip():
+        return True
+    try:
+        if head.startswith(b"PAR1"):
+            from aggcli.rollouts.parquet import rows_of
+
+            return rows_of(path) == 0
+        if head.startswith((ZIP, LEGACY)):
+            payload = load(path)
+            samples = payload.get("samples") if isinstance(payload, dict) else None
+            return isinstance(samples, list) and not samples
+    except RolloutError:
+        return False  # whoever reads it has the message
+    return False
+
+
+def step_of(path: Path, kind: str) -> Step:
+    """The file as a step, or, where it holds several, as the step with these parts."""
+    parts = import_module(f"aggcli.rollouts.{kind}").parts(path) if kind in PARTED else ()
+    return Step(path, kind, parts=parts)
+
+
+def _row_format(path: Path) -> str:
+    """The format of JSON lines, by the keys of the first few; ours has the message where a line is broken."""
+    from aggcli.rollouts.jsonl import first_keys
+
+    keys = first_keys(path)
     return next((name for name, needed in ROW_KEYS.items() if keys.issuperset(needed)), "aggcli")
 
 
 def _parquet_format(path: Path) -> str:
-    from aggcli.rollouts.parquet import column_names
+    from aggcli.rollouts.parquet import columns_of
 
-    names = column_names(path)
+    names = columns_of(path).keys()
     if {"prompt", "completion"} <= names:
         return "trl"
     if names & {"response_length", "loss_mask", "log_probs"}:

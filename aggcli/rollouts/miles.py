@@ -13,11 +13,13 @@ from pathlib import Path
 from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError, some
 from aggcli.rollouts.batch import RecordedLayout, RolloutBatch
-from aggcli.rollouts.builder import TOKEN_LISTS, BatchBuilder
+from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import plain, shown
 from aggcli.rollouts.formats import Step
-from aggcli.rollouts.slime import TRAIN_FIELDS, join_rollout, load, samples_of
+from aggcli.rollouts.known import TOKEN_LISTS
+from aggcli.rollouts.slime import TRAIN_FIELDS, join_rollout, samples_of
 from aggcli.rollouts.slime_layout import recorded_layout
+from aggcli.rollouts.torch_files import load
 
 STREAMS = (*TOKEN_LISTS, "advantage")
 GLOBAL = ("raw_reward", "total_lengths")
@@ -65,9 +67,10 @@ def _shards(step: Step, name: str) -> list[Shard]:
         if not isinstance(data, Mapping) or not isinstance(plain(lengths), (list, tuple)):
             raise RolloutError(f"{path}: rollout_data holds no response_lengths; is it a train dump of miles?")
         size = len(plain(lengths))  # pyright: ignore[reportArgumentType]
-        partition = data.get("partition")
-        positions = tuple(range(start, start + size)) if partition is None else tuple(plain(partition))  # pyright: ignore[reportArgumentType]
-        if len(positions) != size or not all(type(position) is int for position in positions):
+        partition = plain(data.get("partition"))
+        given = partition if isinstance(partition, (list, tuple)) else None
+        positions = tuple(range(start, start + size)) if partition is None else tuple(given or ())
+        if len(positions) != size or not all(type(position) is int and position >= 0 for position in positions):
             raise RolloutError(f"{path}: partition is {shown(partition)}; must be the positions of its {size} samples")
         start += size
         found.setdefault(positions, Shard(path, positions, data, plain(payload.get("cp_size")) not in (None, 1)))

@@ -14,7 +14,7 @@ from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import FieldError, listed, plain, whole
 from aggcli.rollouts.formats import Step
 from aggcli.rollouts.jsonl import json_rows
-from aggcli.rollouts.sequences import Response, Sequences, response_part
+from aggcli.rollouts.sequences import Response, Sequences, prompt_of, response_part
 
 NAMES = {
     "action_log_probs": "log_probs",
@@ -62,7 +62,7 @@ def _response(row: Mapping[str, object]) -> Response:
     fields = {**cut.fields, "total_length": total, "tokens": ids}
     if "advantages" not in names:
         fields["advantage"] = _single(row.get("advantages"))
-    return Response(fields, None if ids is None or not length else tuple(ids[: total - length]))
+    return Response(fields, None if ids is None or not length else prompt_of(ids[: total - length]))
 
 
 def _single(value: object) -> object:

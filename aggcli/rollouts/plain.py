@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Rows = Sequence[Mapping[str, Any]]
 
 NONE = type(None)
+UNCHECKED = 2**20
+"""Tokens of a response for which memory is taken without a look at what the file holds of it."""
 RARE = ("remove_sample", "length_unit")
 """Fields that only the slower way knows."""
 
@@ -57,6 +59,8 @@ class PlainPath:
             ids, totals = self._ids(rows)
             if min(lengths) < 0 or max(totals) > LONGEST or not all(map(operator.le, lengths, totals)):
                 return False
+            if max(lengths) > UNCHECKED and ids is None and not self.given:
+                return False  # whether the file backs so long a response is looked at before memory is taken for it
             if not set().union(*rows).isdisjoint((*self.absent, *RARE)) and self._has_unexpected(rows):
                 return False
             bits, rewards = _bits(rows, lengths), _rewards(rows)

@@ -12,7 +12,7 @@ from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError, some
 from aggcli.rollouts.batch import RecordedLayout, RecordedStep, RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
-from aggcli.rollouts.fields import FieldError, listed, whole
+from aggcli.rollouts.fields import FieldError, listed, shown, whole
 from aggcli.rollouts.formats import Step
 from aggcli.rollouts.jsonl import json_rows
 from aggcli.rollouts.sequences import Sequences, response_part
@@ -33,7 +33,7 @@ def read(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
     builder.notes.append(LACKS)
     sequences = Sequences(builder, config.group_size)
     held: dict[int, dict[int, list[int]]] = {}
-    versions: dict[object, None] = {}
+    versions: dict[str, None] = {}
     for path in step.files:
         for line, row in json_rows(path, f"{name}, {path.name}", builder.notes):
             where = f"{path.name}, line {line}"
@@ -43,7 +43,7 @@ def read(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
                 reward = _reward(row.get("rewards"), row.get("loss_mask"))
             except FieldError as error:
                 raise RolloutError(f"{name}, sample {len(builder)} ({where}): {error}") from None
-            versions[row.get("schema_version")] = None
+            versions[shown(row.get("schema_version"))] = None
             held.setdefault(rank, {}).setdefault(micro_step, []).append(len(builder))
             sequences.add(response, where, reward=reward)
     sequences.close()
@@ -70,14 +70,14 @@ def _layout(held: dict[int, dict[int, list[int]]]) -> RecordedLayout | None:
     return RecordedLayout((RecordedStep(tuple(partitions), tuple(micro_batches)),))
 
 
-def _notes(step: Step, versions: dict[object, None]) -> list[str]:
+def _notes(step: Step, versions: dict[str, None]) -> list[str]:
     folder, notes = step.path.parent, []
     if not (folder / "STABLE").exists():
         notes.append(f"{folder.name} has no STABLE marker: it may lack ranks or sequences, as the writer puts the marker last")
     left = [path.name for path in _ranks_in(folder) if path not in step.files]
     if left:
         notes.append(f"{some(left)} of {folder.name} were not given: the step is not whole")
-    unknown = [version for version in versions if version != VERSION]
+    unknown = [version for version in versions if version != str(VERSION)]
     if unknown:
         notes.append(f"schema_version {some(unknown)} is not known (only {VERSION} is): fields were read by their names")
     return notes

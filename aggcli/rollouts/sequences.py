@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aggcli.rollouts.builder import BatchBuilder
-from aggcli.rollouts.fields import FieldError, counted, listed
+from aggcli.rollouts.fields import FieldError, counted, listed, token_ids
 from aggcli.rollouts.texts import PromptGroups
 
 
@@ -48,7 +48,12 @@ def response_part(
         "tokens": None if tokens is None else tokens[:end],
         **{ours: None if values and all(value is None for value in values) else values for ours, values in cut.items()},
     }
-    return Response(fields, None if tokens is None or start == end else tuple(tokens[:start]))
+    return Response(fields, None if tokens is None or start == end else prompt_of(tokens[:start]))
+
+
+def prompt_of(ids: list) -> tuple[int, ...]:
+    """The ids of a prompt; raises `FieldError` for what is no token id."""
+    return tuple(token_ids(ids))
 
 
 class Sequences:
@@ -58,10 +63,10 @@ class Sequences:
         self._builder, self._groups, self._empty = builder, PromptGroups(builder, group_size), 0
 
     def add(self, response: Response, where: str | int | None = None, **fields: object) -> None:
-        """Add a sample, with further fields; a group_index among them that is not null wins over the prompt."""
+        """Add a sample, with further fields; a group_index among them that is not null is the file's own."""
         group = fields.pop("group_index", None)
-        if group is None and response.prompt is not None:
-            group = self._groups.of(response.prompt)
+        if group is not None or response.prompt is not None:
+            group = self._groups.of(response.prompt, group)
         self._empty += response.fields["response_length"] == 0
         self._builder.add({**response.fields, "group_index": group, **fields}, where)
 

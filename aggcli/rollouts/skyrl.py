@@ -1,14 +1,12 @@
 """SkyRL's dumped batches (`trainer.dump_data_batch`): a pickled TensorBatch of [B, T] tensors, read only with --unsafe-load.
 
-A pickle names functions to call. Even when asked for, only those that rebuild plain data and tensors are: SkyRL's own
-classes are replaced by empty stand-ins, tensors inside are loaded as data only, and anything else is refused by name.
+A pickle names functions to call. Even when asked for, none is called: see `unpickling`. SkyRL's own classes become stand-ins
+that keep their items and do nothing.
 """
 
 from __future__ import annotations
 
-import collections
 import io
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._utils import _rebuild_tensor_v2
 
 from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
+from aggcli.rollouts.files import opened
 from aggcli.rollouts.formats import Step
+from aggcli.rollouts.pickled import DamagedError, RefusedError, StandIn, plain_data
 from aggcli.rollouts.sequences import Response, Sequences
+from aggcli.rollouts.torch_files import unpickled_file
+from aggcli.rollouts.unpickling import Unpickler
 
 STREAMS = {
     "action_log_probs": "log_probs",
@@ -47,9 +48,11 @@ def read(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
     mask_BT = _matrix(tensors, "loss_mask", step.path)
     real_BT = _matrix(tensors, "response_mask", step.path, mask_BT.shape)
     attention_BU = _matrix(tensors, "attention_mask", step.path).bool()
+    if len(attention_BU) != len(mask_BT):
+        raise RolloutError(f"{step.path}: attention_mask has {len(attention_BU)} rows but loss_mask {len(mask_BT)}")
     ids_BU = _matrix(tensors, "sequences", step.path, attention_BU.shape)
     streams = {o: _matrix(tensors, t, step.path, mask_BT.shape) for t, o in STREAMS.items() if tensors.get(t) is not None}
-    rewards = tensors.get("rewards")
+    rewards = None if tensors.get("rewards") is None else _matrix(tensors, "rewards", step.path, mask_BT.shape)
     uids = metadata.get("uids")
     sequences = Sequences(builder, config.group_size)
     for row in range(len(mask_BT)):
@@ -79,22 +82,40 @@ def _matrix(tensors: Mapping[str, Any], field: str, path: Path, shape: torch.Siz
 
 def _load(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The tensors of the dump and its metadata."""
-    try:
-        with path.open("rb") as file:
-            found = _Unpickler(file).load()
-    except _RefusedError as error:
-        raise RolloutError(
-            f"{path}: refused: it holds {error}, which is neither plain data nor SkyRL's; nothing was executed"
-        ) from None
-    except OSError as error:
-        raise RolloutError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except Exception as error:  # a damaged pickle can fail anywhere, with any exception
-        raise RolloutError(f"{path}: is truncated or not a SkyRL dump ({type(error).__name__})") from None
-    state = found.state if isinstance(found, _StandIn) else found
-    if not isinstance(state, Mapping):
-        raise RolloutError(f"{path}: is a pickled {type(found).__name__}, not a SkyRL batch")
-    batch, metadata = state.get("batch_dict", state), state.get("metadata")
-    return {key: _tensor(value) for key, value in batch.items()}, metadata if isinstance(metadata, Mapping) else {}
+    with opened(path) as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        try:
+            state = plain_data(Unpickler(file, more=_stand_in).load(), size)
+            if not isinstance(state, Mapping):
+                raise DamagedError(f"is a pickled {type(state).__name__}, not a SkyRL batch")
+            batch, metadata = state.get("batch_dict", state), state.get("metadata")
+            if not isinstance(batch, Mapping):
+                raise DamagedError("has no batch_dict")
+            tensors = {key: _tensor(value) for key, value in batch.items()}
+        except RefusedError as error:
+            why = f"refused: it holds {error}, which is neither plain data nor SkyRL's; nothing was executed"
+        except DamagedError as error:
+            why = str(error)
+        except (MemoryError, RolloutError):
+            raise
+        except Exception as error:  # a damaged pickle can fail anywhere, with any exception
+            why = f"is truncated or not a SkyRL dump ({type(error).__name__})"
+        else:
+            return tensors, metadata if isinstance(metadata, Mapping) else {}
+    raise RolloutError(f"{path}: {why}")
+
+
+def _stand_in(name: str) -> Callable[..., Any] | None:
+    """What SkyRL's own classes and functions become: a stand-in made anew for each; and torch's loader of bytes, our own."""
+    if name.split(".")[0] in ("skyrl", "skyrl_train"):
+        return StandIn
+    return _storage if name == "torch.storage._load_from_bytes" else None
+
+
+def _storage(data: Any) -> Any:
+    """A storage that was saved with torch.save into bytes; torch's own loader would execute what they hold."""
+    return unpickled_file(io.BytesIO(data))[0]
 
 
 def _tensor(value: Any) -> Any:
@@ -102,50 +123,8 @@ def _tensor(value: Any) -> Any:
     if not isinstance(value, Mapping) or not isinstance(value.get("data"), bytes):
         return value
     if value.get("format") == "torch":
-        return _load_tensor(value["data"])
-    return torch.from_numpy(np.frombuffer(value["data"], dtype=np.dtype(str(value["dtype"]))).reshape(value["shape"]).copy())
-
-
-class _RefusedError(pickle.UnpicklingError):
-    """Names what the pickle would have called."""
-
-
-class _StandIn(dict):
-    """Stands in for every class and function of SkyRL: keeps the state it is given, and does nothing."""
-
-    def __init__(self, *arguments: object, **_: object) -> None:
-        super().__init__()
-        states = [argument for argument in arguments if isinstance(argument, Mapping)]
-        self.state: object = states[-1] if states else self
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state if isinstance(state, Mapping) and "batch_dict" in state else self
-
-    def __new__(cls, *_: object, **__: object) -> _StandIn:
-        made = super().__new__(cls)
-        made.state = made
-        return made
-
-
-def _load_tensor(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
-ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("torch", "device"): torch.device,
-    ("torch", "Size"): torch.Size,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
-    ("torch.storage", "_load_from_bytes"): _load_tensor,  # torch's own would execute what the bytes hold
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in ALLOWED:
-            return ALLOWED[module, name]
-        if module.split(".")[0] in ("skyrl", "skyrl_train") and "." not in name:
-            return _StandIn
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise _RefusedError(f"{module}.{name}")
+        return plain_data(*unpickled_file(io.BytesIO(value["data"])))
+    dtype = np.dtype(str(value["dtype"]))
+    if dtype.kind not in "biuf":
+        raise DamagedError(f"holds a tensor of {dtype}")
+    return torch.from_numpy(np.frombuffer(value["data"], dtype=dtype).reshape(value["shape"]).copy())

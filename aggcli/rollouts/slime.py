@@ -4,29 +4,23 @@ A rollout dump has the samples as they were drawn: groups, raw rewards, the infe
 train dump has what the trainer saw: its own log-probabilities before the update, the reference's, advantages, and the
 partition and micro-batches really used, but no group_index. Joined, one complements the other.
 
-Dumps are loaded as plain data only (`weights_only=True`); nothing in a file is ever executed.
+Dumps are loaded as plain data only; nothing in a file is ever executed.
 """
 
 from __future__ import annotations
 
-import pickle
-import pickletools
-import re
-import warnings
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from aggcli.config import SourceConfig
-from aggcli.errors import RolloutError
+from aggcli.errors import RolloutError, some
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import plain, shown
 from aggcli.rollouts.formats import Step
 from aggcli.rollouts.slime_layout import recorded_layout
+from aggcli.rollouts.torch_files import head_words, load
 
 Kind = Literal["slime-rollout", "slime-train", "miles-train"]
 
@@ -87,34 +81,7 @@ def read_train(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
     return read_slime(step.path, name, kind="slime-train", rollout_dump=step.rollout_dump, **options)
 
 
-# -- loading --------------------------------------------------------------------------------------------------------
-
-
-def load(path: Path) -> Mapping[str, object]:
-    """The dump at `path` as plain dicts, lists, numbers, texts and tensors; anything else is refused, unexecuted."""
-    try:
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise RolloutError(f"{path}: cannot be read ({error.strerror or error})") from error
-    try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals([range]):  # miles stores partitions as ranges
-            warnings.simplefilter("ignore")  # the refusal says all there is to say
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a damaged file can fail anywhere in the unpickler, with any exception
-        raise RolloutError(
-            f"{path}: refused: {_why(error)}; only plain data (dicts, lists, numbers, texts, tensors) is loaded,"
-            " nothing in a dump is executed; write the dump again as plain data"
-        ) from None
-
-
-def _why(error: Exception) -> str:
-    named = re.search(r"(?:GLOBAL|[Gg]lobal:?) ([\w.]+\.[\w.]+)", str(error))
-    if isinstance(error, pickle.UnpicklingError) and named:
-        return f"it holds {named[1]}, which is not plain data"
-    if isinstance(error, pickle.UnpicklingError) and "nsupported" in str(error):
-        return "it holds something other than plain data"
-    return "it is truncated or not a torch file"
+# -- telling dumps apart --------------------------------------------------------------------------------------------
 
 
 def kind_of(payload: object, path: Path) -> Kind:
@@ -123,31 +90,25 @@ def kind_of(payload: object, path: Path) -> Kind:
         return "slime-train" if "format_version" in payload or "dp_shards" in payload else "slime-rollout"
     if isinstance(payload, Mapping) and isinstance(payload.get("rollout_data"), Mapping):
         return "miles-train"
-    keys = f"keys {', '.join(map(str, payload))}" if isinstance(payload, Mapping) else f"a {type(payload).__name__}"
+    keys = f"keys {some(payload, 8)}" if isinstance(payload, Mapping) else f"a {type(payload).__name__}"
     raise RolloutError(f"{path}: is not a slime dump: it holds {keys}, and no 'samples'")
 
 
-def peek(path: Path) -> tuple[Kind, object]:
-    """(kind, rollout_id) of a dump, from the head of its pickle where that tells, else by loading it."""
+def peek(path: Path) -> tuple[Kind, int | str | None]:
+    """(kind, rollout_id) of a dump, from the head of its pickle where that tells, else by loading it.
+
+    The rollout_id is None where it is nothing that names a rollout.
+    """
     found = _peek_head(path)
     if found is None:
         payload = load(path)
-        found = kind_of(payload, path), payload.get("rollout_id")
-    return found
+        found = kind_of(payload, path), plain(payload.get("rollout_id"))
+    return found[0], found[1] if isinstance(found[1], (int, str)) else None
 
 
 def _peek_head(path: Path, most: int = 200) -> tuple[Kind, object] | None:
-    """Read the first pickle opcodes, which are only decoded: `{[format_version: 2,] rollout_id: 7, ...`."""
-    words: list[object] = []
-    try:
-        with zipfile.ZipFile(path) as archive:
-            inside = next(entry for entry in archive.namelist() if entry.endswith("data.pkl"))
-            with archive.open(inside) as file:
-                for (op, value, _), _ in zip(pickletools.genops(file), range(most), strict=False):
-                    if op.name not in ("PROTO", "MARK", "EMPTY_DICT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-                        words.append(value)
-    except Exception:  # not a zip, or damaged: the full load has the message
-        return None
+    """Look at the first words of the pickle: `{[format_version: 2,] rollout_id: 7, ...`."""
+    words = head_words(path, most)
     if words[:1] == ["format_version"] and words[2:3] == ["rollout_id"]:
         return "slime-train", words[3]
     if words[:1] == ["rollout_id"] and words[2:3] == ["samples"] and "group_index" in words:

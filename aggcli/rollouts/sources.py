@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from aggcli.config import SourceConfig
-from aggcli.errors import RolloutError, nearest, some
-from aggcli.rollouts.files import SYNTHETIC, find_files, is_eval
-from aggcli.rollouts.formats import READERS, Step, detect_format
+from aggcli.errors import RolloutError, nearest, printable, some
+from aggcli.rollouts.files import SYNTHETIC, find_files, forget_pipes, is_eval
+from aggcli.rollouts.formats import READERS, TEXT_ONLY, Step, detect_format, is_empty, step_of
 
 if TYPE_CHECKING:  # the batch type needs torch, which listing files does not
     from aggcli.rollouts.batch import RolloutBatch
 
 TRAIN_DUMPS = ("slime-train", "miles-train")
 """Formats that lack what the rollout dump of the same rollout has."""
+
+
+UNITS = {"chars": "characters"}
+"""Units of lengths that are written otherwise in a sentence."""
+
+
+def unit_word(unit: str) -> str:
+    """What lengths count, in words: tokens, characters, words."""
+    return UNITS.get(unit, unit)
 
 
 class Source(Protocol):
@@ -34,15 +44,17 @@ class Source(Protocol):
 
 
 class RecordedSource:
-    """Recorded files, each one step, except for what frameworks spread over several files.
+    """Recorded files, each one step, except for what frameworks spread over several files, and for files that hold several.
 
-    A train dump and the rollout dump of the same rollout are one step, and so are the files that each rank wrote.
+    A train dump and the rollout dump of the same rollout are one step, and so are the files that each rank wrote. A file
+    without a sample beside others that have some is left out, and said.
     """
 
     def __init__(self, config: SourceConfig) -> None:
         wanted = config.rollout_format
         if wanted is not None and wanted not in READERS:
             raise RolloutError(f"--rollout-format '{wanted}' is unknown{nearest(wanted, READERS)}")
+        forget_pipes()
         self.name = ", ".join(config.rollouts)
         self._config = config
         self._files = [file for path in config.rollouts for file in find_files(path, config.include_eval)]
@@ -53,17 +65,56 @@ class RecordedSource:
         return ", ".join(dict.fromkeys(step.format for step in self._steps))
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return sum(len(step.labels) for step in self._steps)
 
     def __iter__(self) -> Iterator[RolloutBatch]:
-        for i, step in enumerate(self._steps):
-            yield READERS[step.format](step, f"step {i} ({step.label})", self._config)
+        """Raises `RolloutError` for whatever is wrong with a file, and where lengths of two steps count different things."""
+        at, first = 0, None
+        for step in self._steps:
+            names = [f"step {at + i} ({label})" for i, label in enumerate(step.labels)]
+            at += len(names)
+            for batch in READERS[step.format](step, names, self._config):
+                first = first or batch
+                if batch.length_unit != first.length_unit:
+                    raise RolloutError(
+                        f"{batch.name} counts lengths in {unit_word(batch.length_unit)}, {first.name} in"
+                        f" {unit_word(first.length_unit)}: they cannot be put side by side; read them apart, or count both"
+                        " with --tokenizer"
+                    )
+                notes = self._notes(step) if batch is first else self._unused(step)
+                yield replace(batch, notes=(*notes, *batch.notes)) if notes else batch
+
+    def _notes(self, step: Step) -> list[str]:
+        """What is said of the whole source, on its first batch."""
+        left = [printable(path.name) for path in self._empty]
+        empty = [f"{some(left)} {'holds' if len(left) == 1 else 'hold'} no sample: left out, and not counted as a step"]
+        return [*(empty if left else []), *self._unused(step)]
+
+    def _unused(self, step: Step) -> list[str]:
+        """Settings of dumps that hold text only, given for one that has lengths of its own."""
+        if step.format in TEXT_ONLY:
+            return []
+        given = {"--tokenizer": self._config.tokenizer, "--length-unit": self._config.length_unit}
+        flags = [flag for flag, value in given.items() if value is not None]
+        if self._config.reward_weights is not None:
+            flags.append("--reward-weights")
+        return [f"{flag} is not used: {step.format} files hold {_HELD[flag]} of their own" for flag in flags]
+
+    @cached_property
+    def _empty(self) -> list[Path]:
+        """Files without a sample, where others have some."""
+        empty = [path for path in self._files if is_empty(path)] if len(self._files) > 1 else []
+        return empty if len(empty) < len(self._files) else []
 
     @cached_property
     def _steps(self) -> list[Step]:
         wanted = self._config.rollout_format
-        steps = of_ranks([Step(path, wanted or detect_format(path)) for path in self._files])
+        files = [path for path in self._files if path not in self._empty]
+        steps = of_ranks([step_of(path, wanted or detect_format(path)) for path in files])
         return steps if wanted else joined(steps)
+
+
+_HELD = {"--tokenizer": "lengths", "--length-unit": "lengths", "--reward-weights": "one reward"}
 
 
 def of_ranks(steps: list[Step]) -> list[Step]:

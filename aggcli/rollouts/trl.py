@@ -1,21 +1,23 @@
 """TRL's completions (`log_completions`): Parquet of `step`, `prompt`, `completion`, a column per reward, `advantage`.
 
-Texts, rewards and advantages only: lengths are counted from texts, rows are grouped by identical prompt.
+Texts, rewards and advantages only: lengths are counted from texts, rows are grouped by identical prompt. A file that holds
+several steps is read as several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from aggcli.config import SourceConfig
-from aggcli.errors import RolloutError, some
+from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import FieldError
-from aggcli.rollouts.formats import Step
+from aggcli.rollouts.formats import Part, Step
 from aggcli.rollouts.parquet import parquet_rows, schema_of
-from aggcli.rollouts.texts import PromptGroups, RewardColumns, text_lengths, text_of
+from aggcli.rollouts.texts import PromptGroups, RewardColumns, batches, parts_of, text_lengths, text_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,39 +26,47 @@ OWN = ("step", "prompt", "completion", "advantage")
 LACKS = "TRL's completions hold no token ids, masks or log-probabilities"
 
 
-def read(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
-    """The batch of one completions file. Recorded advantages are kept; columns without a number stay out of the reward."""
-    builder = BatchBuilder(name, reward_key=config.reward_key)
-    builder.notes.append(LACKS)
-    count, groups = text_lengths(config, builder), PromptGroups(builder, config.group_size)
+def read(step: Step, names: Sequence[str], config: SourceConfig) -> Iterator[RolloutBatch]:
+    """The batches of one file, one a step. Recorded advantages are kept; columns without a number stay out of the reward."""
     columns = _numbers(schema_of(step.path))
-    rewards = RewardColumns(columns, columns, config, builder)
-    steps: dict[object, None] = {}
-    for i, row in enumerate(parquet_rows(step.path)):
-        steps[row.get("step")] = None
+    rows = ((None, row) for row in parquet_rows(step.path, (*OWN, *columns)))
+    yield from batches(step, names, rows, lambda name: _Completions(step.path, name, columns, config))
+
+
+def parts(path: Path) -> tuple[Part, ...]:
+    """The steps of a file, where it holds several."""
+    return parts_of(path, (row.get("step") for row in parquet_rows(path, ("step",))))
+
+
+class _Completions:
+    """The rows of one step."""
+
+    def __init__(self, path: Path, name: str, columns: Sequence[str], config: SourceConfig) -> None:
+        self._builder = BatchBuilder(name, reward_key=config.reward_key)
+        self._builder.notes.append(LACKS)
+        self._count = text_lengths(config, self._builder, path)
+        self._groups = PromptGroups(self._builder, config.group_size)
+        self._rewards = RewardColumns(columns, columns, config, self._builder)
+
+    def add(self, row: Mapping[str, Any], where: str | int | None) -> None:
         try:
-            sample = _sample(row, rewards, groups, count)
+            prompt, completion = text_of(row.get("prompt"), "prompt"), text_of(row.get("completion"), "completion")
+            length = self._count(completion)
+            sample = {
+                "response_length": length,
+                "total_length": length + self._count(prompt),
+                "reward": self._rewards.of(row),
+                "advantage": row.get("advantage"),
+                "group_index": self._groups.of(prompt),
+            }
         except FieldError as error:
-            raise RolloutError(f"{name}, sample {i}: {error}") from None
-        builder.add(sample)
-    if len(steps) > 1:
-        builder.notes.append(f"rows of steps {some(steps)} are in one file, and read as one step")
-    groups.close()
-    return builder.build()
+            raise RolloutError(f"{self._builder.name}, sample {len(self._builder)}: {error}") from None
+        self._builder.add(sample, where)
 
-
-def _sample(
-    row: Mapping[str, object], rewards: RewardColumns, groups: PromptGroups, count: Callable[[str], int]
-) -> dict[str, object]:
-    prompt, completion = text_of(row.get("prompt"), "prompt"), text_of(row.get("completion"), "completion")
-    length = count(completion)
-    return {
-        "response_length": length,
-        "total_length": length + count(prompt),
-        "reward": rewards.of(row),
-        "advantage": row.get("advantage"),
-        "group_index": groups.of(prompt),
-    }
+    def close(self) -> RolloutBatch:
+        self._rewards.close()
+        self._groups.close()
+        return self._builder.build()
 
 
 def _numbers(schema: pa.Schema) -> list[str]:

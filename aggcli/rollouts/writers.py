@@ -5,6 +5,7 @@ Files are written beside their place and moved there when whole.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -93,7 +94,9 @@ def write_jsonl(batch: RolloutBatch, path: Path) -> None:
 
 
 def _json_safe(value: Any) -> Any:
-    """Lists that hold an infinity written out by hand; orjson writes NaN as null, and infinity too."""
+    """What orjson cannot write, written out: infinities (it would write null), ids beyond 64 bits, broken texts."""
+    if (isinstance(value, int) and not -(2**63) <= value < 2**63) or (isinstance(value, str) and not value.isascii()):
+        return orjson.Fragment(json.dumps(value).encode())
     if not isinstance(value, list) or not (math.inf in value or -math.inf in value):
         return value
     numbers = [INFINITE.get(number) or ("null" if math.isnan(number) else repr(number)) for number in value]
@@ -109,7 +112,13 @@ def write_parquet(batch: RolloutBatch, path: Path) -> None:
     rows = samples_of(batch)
     with pq.ParquetWriter(path, schema) as writer:
         while chunk := [row for row, _ in zip(rows, range(SAMPLES), strict=False)]:
-            writer.write_table(pa.Table.from_pylist(chunk, schema))
+            writer.write_table(pa.Table.from_pylist([_writable(row) for row in chunk], schema))
+
+
+def _writable(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose status is UTF-8, whatever it holds."""
+    status = row.get("status")
+    return row if status is None or _is_unicode(status) else row | {"status": status.encode(errors="backslashreplace").decode()}
 
 
 def _schema(batch: RolloutBatch) -> Any:
@@ -135,11 +144,22 @@ def _id_type(field: str, labels: Iterable[object]) -> Any:
     import pyarrow as pa
 
     kinds = {type(label) for label in labels}
-    if kinds == {str}:
+    if kinds == {str} and all(str(label).isascii() or _is_unicode(str(label)) for label in labels):
         return pa.string()
     if kinds <= {int} and all(-(2**63) <= label < 2**63 for label in labels):  # pyright: ignore[reportOperatorIssue]
         return pa.int64()
-    raise RolloutError(f"{field} mixes whole numbers and texts, or has too large ones: write .jsonl, which holds any id")
+    raise RolloutError(
+        f"{field} mixes whole numbers and texts, or has too large or broken ones: write .jsonl, which holds any id"
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: half a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def write_slime(batch: RolloutBatch, path: Path) -> None:
