@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch._utils import _rebuild_tensor_v2
 
 from tests.cli import aggcli, completed, environment, refused, strict_json, write_jsonl
 
@@ -220,12 +221,12 @@ SLOTS = b"(N}" + b"\x8c\x0c__defaults__" + b"N" + b"s" + b"t"
 def test_no_pickle_can_give_a_function_or_class_a_state(
     tmp_path: Path, capsys: Any, module: str, name: str, state: bytes
 ) -> None:
-    before = torch._utils._rebuild_tensor_v2.__defaults__
+    before = _rebuild_tensor_v2.__defaults__
     path = tmp_path / "a.pkl"
     path.write_bytes(state_on(module, name, state))
     assert "refused: it holds a state for" in refused(aggcli(capsys, "inspect", path, "--unsafe-load"))
-    assert torch._utils._rebuild_tensor_v2.__defaults__ == before
-    assert not hasattr(torch._utils._rebuild_tensor_v2, "a")
+    assert _rebuild_tensor_v2.__defaults__ == before
+    assert not hasattr(_rebuild_tensor_v2, "a")
 
 
 @pytest.mark.parametrize(
