@@ -15,13 +15,13 @@ from aggcli.errors import SettingError
 from aggcli.layout.schedule import Layout
 from aggcli.layout.steps import Part, layouts_of, need_whole_groups
 from aggcli.measurement.local import is_correct
-from aggcli.objective.aggregation import step_denominators
-from aggcli.objective.presets.registry import find_rule
+from aggcli.objective.weights import need_groups
 from aggcli.policy.groups import SMALL_WIDTH
 from aggcli.policy.sampling import sample, uniforms
 from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, shapes, stacked
 from aggcli.policy.warm_start import default_policy, load_policy, starting_policy
 from aggcli.rollouts.sources import open_source
+from aggcli.rules import Rule
 from aggcli.tasks import Task, make_task
 from aggcli.team import can_fork
 from aggcli.training.forward import make_forward
@@ -31,7 +31,7 @@ from aggcli.training.report import Reporter
 from aggcli.training.rollout import Sampler, StepSource
 from aggcli.training.rows import layout_in_force, optimizer_step_positions
 from aggcli.training.stack import RunSpec
-from aggcli.training.step import rule_weights
+from aggcli.training.step import stack_weights
 from aggcli.world import ALONE, World, local_rank
 
 EVALUATION_STEP = 2**31 - 1
@@ -112,12 +112,12 @@ def _set_up_recorded(config: RunConfig) -> Setup:
     return Setup(config, None, policy, _placed(initial, config, device), limit, device, recorded)
 
 
-def need_groups(recorded: Recorded, global_batch_size: int | None) -> None:
-    """Raise `RolloutError` where the optimizer steps of recorded rollouts lack the whole prompt groups of prompt_mean."""
+def need_whole_groups_in(recorded: Recorded, global_batch_size: int | None, rule: Rule) -> None:
+    """Raise `RolloutError` where the optimizer steps of recorded rollouts lack the whole prompt groups that the rule needs."""
     for batch in recorded.batches:
         parts = optimizer_step_positions(batch, 1, global_batch_size)
-        need_whole_groups(batch, [Part("", positions.tolist()) for positions in parts])
-        step_denominators(batch, prompt_sums=True)
+        need_whole_groups(batch, [Part("", positions.tolist()) for positions in parts], rule)
+        need_groups(batch, rule)
 
 
 def _placed(initial: Parameters, config: RunConfig, device: torch.device) -> Parameters:
@@ -144,25 +144,13 @@ def _initial(task: Task, policy: PolicyConfig, path: str | None) -> Parameters:
     return parameters
 
 
-def runs_of(config: RunConfig, modes: Sequence[str], seeds: Sequence[int], response_limit: int) -> list[RunSpec]:
-    """One run for each mode and seed; `constant` divides by the response limit unless told otherwise."""
-    divisor = config.objective.loss_aggregation_divisor or float(response_limit)
+def runs_of(config: RunConfig, rules: Sequence[Rule], seeds: Sequence[int], response_limit: int) -> list[RunSpec]:
+    """One run for each rule and seed; a rule that takes a divisor divides by the response limit unless told otherwise."""
     found = []
-    for mode in modes:
-        objective = dataclasses.replace(
-            config.objective,
-            loss_aggregation=mode,
-            calculate_per_token_loss=mode == "token_mean",
-            loss_aggregation_divisor=divisor if takes_divisor(mode) else None,
-        )
-        found += [RunSpec(f"{mode}/seed-{seed}", mode, seed, objective, config.training.lr) for seed in seeds]
+    for rule in rules:
+        objective = config.objective.under(rule.with_divisor(float(response_limit)))
+        found += [RunSpec(f"{rule.name}/seed-{seed}", seed, objective, config.training.lr) for seed in seeds]
     return found
-
-
-def takes_divisor(mode: str) -> bool:
-    """Whether a mode, or another framework's rule, divides by a constant."""
-    preset = find_rule(mode).preset
-    return preset.needs_divisor or bool(preset.divisor_is)
 
 
 def processes_of(setup: Setup, runs: int, world: World, before: int | None = None) -> int:
@@ -261,10 +249,10 @@ class Gap:
     shares: dict[str, float]
 
 
-def predicted_gap(setup: Setup, modes: Sequence[str], seed: int) -> Gap:
+def predicted_gap(setup: Setup, rules: Sequence[Rule], seed: int) -> Gap:
     """How far apart the modes are before training, on the first rollout step of one seed."""
     (start,) = evaluate(setup, stacked(setup.initial, 1), [seed])
-    runs = runs_of(setup.config, modes, [seed], setup.response_limit)
+    runs = runs_of(setup.config, rules, [seed], setup.response_limit)
     sampler = Sampler(_task(setup), setup.policy, setup.config, setup.response_limit, ALONE)
     batch = sampler.step(runs[:1], stacked(setup.initial, 1), 0).batch
     if not batch.num_samples:
@@ -273,7 +261,7 @@ def predicted_gap(setup: Setup, modes: Sequence[str], seed: int) -> Gap:
     of_longest_T = torch.isin(batch.sample_of_token(), longest_S)
     shares = {}
     for run in runs:
-        weight_T = rule_weights(batch, [run], [run.mode], layout_in_force(setup.config.layout))
+        weight_T = stack_weights(batch, [run], layout_in_force(setup.config.layout))[0]
         shares[run.mode] = float(weight_T[of_longest_T].sum() / weight_T.sum())
     return Gap(start, shares)
 

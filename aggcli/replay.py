@@ -18,11 +18,11 @@ from aggcli.measurement.local import MeasureConfig
 from aggcli.measurement.ranks import measure_on_ranks
 from aggcli.measurement.report import StepReport
 from aggcli.measurement.step import Head, Processes, report_step
-from aggcli.objective.aggregation import need_groups
-from aggcli.objective.presets.registry import find_rule
 from aggcli.objective.reducer import Reducer
 from aggcli.objective.step import StepInputs, step_inputs, with_advantages
+from aggcli.objective.weights import need_groups
 from aggcli.rollouts.batch import RolloutBatch
+from aggcli.rules import Rule
 from aggcli.world import ALONE, World
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,12 +32,12 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 class Replay:
     """What a replay needs besides the rollouts.
 
-    `modes`: the modes compared, in order (none: only the custom reducer); `lenient`: leave prompt_mean out, with a note,
-    where the data cannot support it, instead of refusing; `max_response_length`: tokens.
+    `modes`: the rules compared, in order (none: only the custom reducer); `lenient`: leave rules out, with a note, where the
+    data lack the prompt groups that they need, instead of refusing; `max_response_length`: tokens.
     """
 
     config: RunConfig
-    modes: tuple[str, ...]
+    modes: tuple[Rule, ...]
     lenient: bool
     max_response_length: int
     reducer: Reducer | None = None
@@ -62,21 +62,21 @@ class Replay:
                 inputs = step_inputs(step, self.config.objective, modes, dtype, self.reducer, layouts[0][1])
                 head = Head(number, batch.name, origin, [*batch.notes, *left_out, *part.notes])
                 measuring = self._measuring(inputs)
-                yield report_step(head, inputs, self.config.objective, layouts, measuring, groups, self._processes(measuring))
+                yield report_step(head, inputs, layouts, measuring, groups, self._processes(measuring))
                 number += 1
 
-    def _usable_modes(self, step: RolloutBatch, batch: RolloutBatch, parts: list[Part]) -> tuple[tuple[str, ...], list[str]]:
-        grouped = {mode for mode in self.modes if find_rule(mode).preset.needs_groups}
+    def _usable_modes(self, step: RolloutBatch, batch: RolloutBatch, parts: list[Part]) -> tuple[tuple[Rule, ...], list[str]]:
+        grouped = [mode for mode in self.modes if mode.needs_groups]
         if not grouped:
             return self.modes, []
         try:
-            need_groups(step)
-            need_whole_groups(batch, parts)
+            need_groups(step, grouped[0])
+            need_whole_groups(batch, parts, grouped[0])
         except RolloutError as error:
             if not self.lenient:
                 raise
             return tuple(mode for mode in self.modes if mode not in grouped), [
-                f"{', '.join(sorted(grouped))} is left out: {str(error).removeprefix(step.name).lstrip(',: ')}"
+                f"{', '.join(mode.name for mode in grouped)} is left out: {str(error).removeprefix(step.name).lstrip(',: ')}"
             ]
         return self.modes, []
 
@@ -92,8 +92,8 @@ class Replay:
 
     def _measuring(self, inputs: StepInputs) -> MeasureConfig:
         return MeasureConfig(
-            inputs.rules,
-            inputs.metric_rule,
+            inputs.names,
+            inputs.weight_names,
             self.config.objective,
             inputs.has_ratio,
             self.config.correct_threshold,

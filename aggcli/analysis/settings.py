@@ -11,14 +11,13 @@ from aggcli.analysis.histories import History
 from aggcli.config import unread_settings
 from aggcli.errors import some
 from aggcli.measurement.words import plural
+from aggcli.rules import RULE_SETTINGS, recorded_rule
 
 _THE_MODE = frozenset({"loss_aggregation", "calculate_per_token_loss"})
 _BOOKKEEPING = frozenset(
     {"seed", "seeds", "modes", "layouts", "layout_records", "checkpoint_every", "log_correct_samples", "log_to", "processes"}
 )
 """Settings that change what is recorded and where, or which run of a comparison it is, and no number of the run itself."""
-_OF_ONE_MODE = {"loss_aggregation_divisor": "constant", "prompt_mean_scale": "prompt_mean"}
-"""Settings that only one mode reads; they are compared between the runs of that mode alone."""
 _NOT_IDENTITY = frozenset({"steps", "device", "config"})
 """Settings that say how long or where a run went: runs that differ in them only are still of one arm."""
 MOST_SHOWN = 3
@@ -50,7 +49,8 @@ def effective_settings(mode: str, settings: Mapping[str, Any]) -> dict[str, Any]
     rollouts = settings.get("rollouts") or ()
     unread = unread_settings(trains=bool(settings.get("train")) or not rollouts, rollouts=rollouts)
     left_out = _THE_MODE | _BOOKKEEPING | (unread.keys() - {"train"})
-    return {name: value for name, value in settings.items() if name not in left_out and _OF_ONE_MODE.get(name, mode) == mode}
+    rule = recorded_rule(mode)
+    return {name: value for name, value in settings.items() if name not in left_out and (rule is None or rule.reads(name))}
 
 
 def labelled(runs: Sequence[History]) -> list[History]:
@@ -130,7 +130,7 @@ def _differing(runs: Sequence[History], of_run: Sequence[Mapping[str, Any]], kin
     for name in sorted(set().union(*of_run)):
         values: dict[str, dict[str, None]] = {}
         for run, own in zip(runs, of_run, strict=True):
-            if name in own or name not in _OF_ONE_MODE:
+            if name in own or name not in RULE_SETTINGS:
                 values.setdefault(_short(own.get(name)), {})[run.label] = None
         if len(values) > 1:
             yield SettingDifference(name, kind, {value: tuple(labels) for value, labels in values.items()})

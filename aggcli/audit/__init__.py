@@ -1,14 +1,14 @@
 """The audit: one frozen batch under many layouts and rules, any reducer included.
 
 `audit` compares rules and layouts; `diagnose` says what is wrong with a reducer; `smallest_counterexample` finds the smallest
-case; `preset_loss` is the step loss of any framework's rule.
+case; `rule_loss` is the step loss of any framework's rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from aggcli.audit.compare import Audit, Outcome, RuleReport, audit
+from aggcli.audit.compare import Audit, RuleReport, UnderLayout, audit
 from aggcli.audit.diagnose import Finding, diagnose
 from aggcli.audit.frozen import (
     DEFAULT_LAYOUTS,
@@ -22,14 +22,14 @@ from aggcli.audit.frozen import (
     schedule_of,
 )
 from aggcli.audit.reducers import ReducerRule, extract, reducer_rule, signature_of
-from aggcli.audit.rules import AuditRule, CustomRule, PresetRule, rule_named
+from aggcli.audit.rules import AuditRule, CustomRule, NamedRule, rule_named
 from aggcli.audit.search import TOLERANCE, Counterexample, deviation, smallest_counterexample
 from aggcli.config import settings_from
 from aggcli.errors import RolloutError
 
 
-def preset_loss(
-    preset: str,
+def rule_loss(
+    rule: str,
     samples: Sequence[Mapping[str, object]],
     split: Split,
     divisor: float | None = None,
@@ -38,17 +38,17 @@ def preset_loss(
 ) -> float:
     """The step loss that the optimizer sees under a framework's rule: the mean over ranks of the sum over micro-batches.
 
-    `preset`: `trl:bnpo`, `verl:token-mean`, a mode, an alias, or `token_mean@micro-batch`. `samples`: dicts in the canonical
+    `rule`: `trl:bnpo`, `verl:token-mean`, a mode, an alias, or `token_mean@micro-batch`. `samples`: dicts in the canonical
     fields, log-probabilities in nats; without `advantage`, GRPO's is made from rewards. `split`: rank -> micro-batches ->
     sample positions. `divisor`: the constant or the padded width, in tokens. NaN where the framework divides 0 by 0.
 
-    Raises `SettingError` for an unknown preset or a missing divisor, `RolloutError` for samples or a split that do not fit.
+    Raises `SettingError` for an unknown rule or a missing divisor, `RolloutError` for samples or a split that do not fit.
     """
-    rule = rule_named(preset, divisor=divisor)
+    named = rule_named(rule, divisor=divisor)
     frozen = freeze(batch_of(samples), settings_from({"eps_clip": eps_clip, "eps_clip_high": eps_clip_high}).objective)
     if frozen.loss_T is None:
         raise RolloutError("the samples have neither advantage nor reward with group_index, so there is no loss")
-    weight_T = rule.weights(frozen.step, schedule_of(split, frozen.step.num_samples), 1)
+    weight_T = named.weights(frozen.step, schedule_of(split, frozen.step.num_samples), 1)
     return float(weight_T @ frozen.loss_T)
 
 
@@ -62,11 +62,11 @@ __all__ = [
     "CustomRule",
     "Finding",
     "FrozenBatch",
-    "Outcome",
-    "PresetRule",
+    "NamedRule",
     "ReducerRule",
     "RuleReport",
     "Split",
+    "UnderLayout",
     "audit",
     "batch_of",
     "built_in_batch",
@@ -75,8 +75,8 @@ __all__ = [
     "extract",
     "freeze",
     "layouts_of",
-    "preset_loss",
     "reducer_rule",
+    "rule_loss",
     "rule_named",
     "schedule_of",
     "signature_of",

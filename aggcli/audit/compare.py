@@ -15,12 +15,13 @@ from aggcli.audit.rules import AuditRule
 from aggcli.audit.search import TOLERANCE, Counterexample, deviation, smallest_counterexample
 from aggcli.errors import AggcliError, SettingError
 
-Verdict = Literal["invariant", "varies", "not finite", "not computed"]
+Verdict = Literal["invariant", "varies", "not finite", "not compared", "not computed"]
+"""What is said of a rule over the layouts that it was evaluated under; `not compared`: under one layout only."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A rule under one layout against its reference layout, the first that the framework can deal.
+class UnderLayout:
+    """A rule under one layout against its reference layout, the first that it was evaluated under.
 
     `pg_loss`: the step loss; `gradient_ratio`, `gradient_cosine`: norm and direction of the gradient by the log-probabilities
     (None without advantages or where a norm is 0); `deviation`: the largest relative change of a token's weight.
@@ -38,8 +39,8 @@ class RuleReport:
     """One rule over all layouts.
 
     `effective_lr`: its gradient norm over the baseline rule's under the reference layout, which is what a step length is
-    multiplied by; `skipped`: layouts that the framework cannot deal; `reason`: why it varies, or why it was not computed;
-    `notes`: what to know about the rule.
+    multiplied by; `skipped`: layouts that it was not evaluated under, since its framework cannot represent them; `reason`: why
+    it varies, or why it was not computed; `notes`: what to know about the rule.
     """
 
     rule: str
@@ -47,7 +48,7 @@ class RuleReport:
     total_weight: float | None = None
     effective_lr: float | None = None
     effective_cosine: float | None = None
-    outcomes: tuple[Outcome, ...] = ()
+    under: tuple[UnderLayout, ...] = ()
     skipped: tuple[str, ...] = ()
     reason: str = ""
     counterexample: Counterexample | None = None
@@ -58,24 +59,25 @@ class RuleReport:
         """The largest over all layouts; infinite where a loss is not a number."""
         if self.verdict == "not finite":
             return math.inf
-        return max((outcome.deviation for outcome in self.outcomes), default=0.0)
+        return max((one.deviation for one in self.under), default=0.0)
 
     @property
-    def worst(self) -> Outcome | None:
+    def worst(self) -> UnderLayout | None:
         """The layout that moves the rule most, among those with a finite loss where there is one."""
-        finite = [outcome for outcome in self.outcomes if math.isfinite(outcome.deviation)]
-        return max(finite or self.outcomes, key=lambda outcome: outcome.deviation, default=None)
+        finite = [one for one in self.under if math.isfinite(one.deviation)]
+        return max(finite or self.under, key=lambda one: one.deviation, default=None)
 
     def as_json(self) -> dict[str, Any]:
-        first = self.outcomes[0] if self.outcomes else None
+        first = self.under[0] if self.under else None
         return {
             "verdict": self.verdict,
+            "reference_layout": first.layout if first else None,
             "pg_loss": first.pg_loss if first else None,
             "total_weight": self.total_weight,
             "effective_lr": self.effective_lr,
             "gradient_cosine": self.effective_cosine,
-            "deviation": self.deviation if self.outcomes or self.verdict == "not finite" else None,
-            "layouts": {o.layout: {k: v for k, v in vars(o).items() if k != "layout"} for o in self.outcomes},
+            "deviation": self.deviation if self.under or self.verdict == "not finite" else None,
+            "layouts": {one.layout: {k: v for k, v in vars(one).items() if k != "layout"} for one in self.under},
             "worst_layout": self.worst.layout if self.worst and self.verdict == "varies" else None,
             "skipped": list(self.skipped),
             "reason": self.reason,
@@ -143,18 +145,20 @@ def audit(
 def _report(
     frozen: FrozenBatch, rule: AuditRule, layouts: Sequence[AuditLayout], tolerance: float
 ) -> tuple[RuleReport, Tensor]:
-    possible = [layout for layout in layouts if rule.can_run(layout.schedule)]
+    possible = [layout for layout in layouts if layout.was_used or rule.can_represent(layout.schedule)]
     if not possible:
-        raise SettingError("it runs under none of these layouts: it needs equal micro-batches, or ranks of equal size")
+        raise SettingError(
+            "its framework can represent none of these layouts: it needs equal micro-batches, or ranks of equal size"
+        )
     reference_T = rule.weights(frozen.step, possible[0].schedule, possible[0].cp)
-    outcomes = []
+    under = []
     for layout in possible:
         weight_T = rule.weights(frozen.step, layout.schedule, layout.cp)
         ratio, cosine = _against(frozen.slope_T, weight_T, reference_T)
-        outcomes.append(Outcome(layout.text, _loss(frozen, weight_T), ratio, cosine, deviation(reference_T, weight_T)))
+        under.append(UnderLayout(layout.text, _loss(frozen, weight_T), ratio, cosine, deviation(reference_T, weight_T)))
     broken = bool(torch.isnan(reference_T).any())
-    worst = max(outcome.deviation for outcome in outcomes)
-    verdict: Verdict = "not finite" if broken else "varies" if worst > tolerance else "invariant"
+    worst = max(one.deviation for one in under)
+    verdict = _verdict(broken, worst > tolerance, len(under))
     reason = "a fully masked piece of the batch is 0/0" if broken else rule.why() if verdict == "varies" else ""
     if verdict == "varies" and math.isinf(worst):
         reason += "; a fully masked piece is 0/0"
@@ -162,12 +166,20 @@ def _report(
         rule=rule.name,
         verdict=verdict,
         total_weight=float(reference_T.sum()),
-        outcomes=tuple(outcomes),
+        under=tuple(under),
         skipped=tuple(layout.text for layout in layouts if layout not in possible),
         reason=reason,
         notes=_notes(rule),
     )
     return report, reference_T
+
+
+def _verdict(broken: bool, moved: bool, layouts: int) -> Verdict:
+    if broken:
+        return "not finite"
+    if moved:
+        return "varies"
+    return "invariant" if layouts > 1 else "not compared"
 
 
 def _without_name(error: AggcliError, frozen: FrozenBatch) -> str:

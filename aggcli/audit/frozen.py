@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from aggcli.config import ObjectiveConfig
-from aggcli.errors import RolloutError, SettingError
-from aggcli.layout.schedule import Layout, Schedule, parse_layout, schedule_step
+from aggcli.errors import RolloutError
+from aggcli.layout.schedule import Schedule, parse_layout, schedule_step
 from aggcli.layout.steps import Part
 from aggcli.objective.policy_loss import policy_terms
 from aggcli.objective.step import step_inputs, with_advantages
@@ -82,7 +81,6 @@ def schedule_of(split: Split, samples: int) -> Schedule:
 
 # -- layouts --------------------------------------------------------------------------------------------------------
 
-RECORDED = "recorded"
 DEFAULT_LAYOUTS = (
     "dp1:contiguous",
     "dp1:contiguous:mb1",
@@ -95,47 +93,35 @@ DEFAULT_LAYOUTS = (
     "dp4:balanced",
 )
 """The first is the reference: one rank that takes the whole step as one micro-batch."""
-_MICRO_BATCH = re.compile(r":mb(\d+)$")
 
 
 @dataclass(frozen=True)
 class AuditLayout:
-    """A layout as it was asked for, and what it makes of one step."""
+    """A layout as it was asked for, and what it makes of one step. `was_used`: the source says that it ran under it, so every
+    rule is asked what it would have given there, also one whose own framework would not deal it."""
 
     text: str
     schedule: Schedule
     cp: int = 1
+    was_used: bool = False
 
 
 def layouts_of(frozen: FrozenBatch, texts: Sequence[str], **budget: Any) -> list[AuditLayout]:
-    """Schedules for `texts`: layouts as everywhere, also with `:mb<samples>` for the size of a micro-batch, or `recorded`.
+    """Schedules for `texts`: layouts as everywhere, or `recorded`.
 
     `budget`: `max_tokens`, `micro_batch_size` of layouts that name none. Raises `SettingError` for one that cannot be read.
     """
     lengths = frozen.step.total_length_S.tolist()
     found = []
     for text in dict.fromkeys(texts):
-        layout = parse_audit_layout(text, **budget)
+        layout = parse_layout(text, **budget)
         if layout.is_recorded:
             if frozen.recorded is None:
                 raise RolloutError(f"{frozen.step.name}: layout 'recorded': the file records none (slime train dumps do)")
-            found.append(AuditLayout(text, frozen.recorded))
+            found.append(AuditLayout(text, frozen.recorded, was_used=True))
         else:
             found.append(AuditLayout(text, schedule_step(layout, lengths), layout.cp))
     return found
-
-
-def parse_audit_layout(text: str, **budget: Any) -> Layout:
-    """`dp2:interleaved:mb2`, or any layout of the other commands. Raises `SettingError`."""
-    size = _MICRO_BATCH.search(text)
-    if size is None:
-        return parse_layout(text, **budget)
-    if int(size[1]) < 1:
-        raise SettingError(f"layout '{text}': a micro-batch holds at least 1 sample")
-    bare = parse_layout(text[: size.start()])
-    if bare.max_tokens is not None:
-        raise SettingError(f"layout '{text}': @tokens and :mb are two ways to cut micro-batches; give one")
-    return dataclasses.replace(bare, text=text, micro_batch_size=int(size[1]))
 
 
 # -- the built-in batch ---------------------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ from torch import Tensor
 from aggcli.audit.reducers import ReducerRule, extract
 from aggcli.errors import SettingError
 from aggcli.layout.schedule import Schedule
-from aggcli.objective.presets.facts import SCOPES, Preset, why_it_varies
-from aggcli.objective.presets.registry import find_rule
-from aggcli.objective.presets.weights import can_run, preset_weights
+from aggcli.objective.weights import can_represent, rule_weights
 from aggcli.rollouts.batch import RolloutBatch
+from aggcli.rules import Rule, find_rule, remark_on
 
 
 class AuditRule(Protocol):
@@ -25,7 +24,7 @@ class AuditRule(Protocol):
         """The weight of every response token, float64 [T]."""
         ...
 
-    def can_run(self, schedule: Schedule) -> bool:
+    def can_represent(self, schedule: Schedule) -> bool:
         """Whether the framework could deal this schedule at all."""
         ...
 
@@ -35,25 +34,24 @@ class AuditRule(Protocol):
 
 
 @dataclass(frozen=True)
-class PresetRule:
-    """A framework's rule, or one of this project's modes, with the divisor it is given."""
+class NamedRule:
+    """One of this project's modes or a framework's rule; `note`: what to know about the name that it was asked by."""
 
-    preset: Preset
-    divisor: float | None = None
+    rule: Rule
     note: str = ""
 
     @property
     def name(self) -> str:
-        return self.preset.name
+        return self.rule.name
 
     def weights(self, step: RolloutBatch, schedule: Schedule, cp: int) -> Tensor:
-        return preset_weights(self.preset, step, schedule, divisor=self.divisor)
+        return rule_weights(self.rule, step, [schedule])
 
-    def can_run(self, schedule: Schedule) -> bool:
-        return can_run(self.preset, schedule)
+    def can_represent(self, schedule: Schedule) -> bool:
+        return can_represent(self.rule, schedule)
 
     def why(self) -> str:
-        return why_it_varies(self.preset)
+        return self.rule.why_it_depends() if self.rule.depends_on_layout else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +74,7 @@ class CustomRule:
             raise SettingError(f"it raises {self.fails}")
         return extract(self.reducer, step, schedule, cp).weight_T
 
-    def can_run(self, schedule: Schedule) -> bool:
+    def can_represent(self, schedule: Schedule) -> bool:
         sizes = {len(micro_batch) for rank in schedule.micro_batches for micro_batch in rank}
         counts = {len(rank) for rank in schedule.micro_batches}
         return not self.equal_only or (len(sizes) == 1 and len(counts) == 1)
@@ -85,17 +83,9 @@ class CustomRule:
         return self.reason
 
 
-def rule_named(name: str, *, divisor: float | None = None, normalizer: str = "step", scale: str = "rollouts") -> PresetRule:
-    """The rule of that name; `token_mean@micro-batch` (or `normalizer`) counts a mode's denominators in that scope.
+def rule_named(name: str, *, divisor: float | None = None) -> NamedRule:
+    """The rule of that name, with a constant in tokens; `token_mean@micro-batch` counts a mode's denominators in that scope.
 
-    Raises `SettingError` for an unknown name.
+    Raises `SettingError` for an unknown name or a constant that is no positive number.
     """
-    if normalizer not in SCOPES:
-        raise SettingError(f"--normalizer {normalizer}: must be one of {', '.join(SCOPES)}")
-    found = find_rule(name, prompt_mean_scale=scale)
-    if found.preset.evidence == "own" and normalizer != "step" and "@" not in name:
-        found = find_rule(f"{name}@{normalizer}", prompt_mean_scale=scale)
-    notes = [found.note]
-    if found.preset.numerator == "unmasked":
-        notes.append(f"{found.preset.name}: masked tokens have weight: right only if their loss is 0")
-    return PresetRule(found.preset, divisor, "; ".join(filter(None, notes)))
+    return NamedRule(find_rule(name).with_divisor(divisor), remark_on(name))

@@ -111,7 +111,7 @@ def _varies(rule: AuditRule, toy: Toy, tolerance: float, references: dict[Sample
     """The counterexample that `toy` is, or None."""
     samples = len(toy.samples)
     schedule = schedule_of(toy.split, samples)
-    if not rule.can_run(schedule):
+    if not rule.can_represent(schedule):
         return None
     step = _batch(toy.samples)
     try:

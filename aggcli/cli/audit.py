@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,15 +10,16 @@ import typer
 
 from aggcli.cli.console import out, say
 from aggcli.cli.options import ConfigOption, JsonOption, comma_list, resolve, with_settings
-from aggcli.config import FIELDS, MODES, SOURCE_SETTINGS, RunConfig
+from aggcli.config import FIELDS, SOURCE_SETTINGS, RunConfig
 from aggcli.errors import CheckFailed, ExitCode, SettingError
+from aggcli.rules import MODES, RULES, check_divisor, find_rule, remark_on
 
 if TYPE_CHECKING:
     from aggcli.audit import Audit, AuditRule, Finding, FrozenBatch
 
 _TAKEN = (
     *(name for name in SOURCE_SETTINGS if name != "rollouts"),
-    *("prompt_mean_scale", "advantages", "eps_clip", "eps_clip_high", "eps_clip_c"),
+    *("prompt_mean_scale", "normalizer", "advantages", "eps_clip", "eps_clip_high", "eps_clip_c"),
     *("layouts", "max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "seed"),
     *(name for name in FIELDS if name.startswith("synthetic_")),
 )
@@ -28,10 +30,7 @@ PathArgument = Annotated[
 ]
 RulesOption = Annotated[
     list[str] | None,
-    typer.Option("--rules", metavar="A,B,...", help="Modes, presets such as verl:token-mean, aliases; default: all."),
-]
-NormalizerOption = Annotated[
-    str, typer.Option("--normalizer", metavar="step|rank|micro-batch", help="Where this project's modes count denominators.")
+    typer.Option("--rules", metavar="A,B,...", help="Modes, frameworks' rules such as verl:token-mean, aliases; default: all."),
 ]
 ReducerOption = Annotated[
     list[str] | None, typer.Option("--reducer", metavar="PKG.MOD:FN", help="Audit this function too; repeat it for several.")
@@ -59,12 +58,18 @@ FailOption = Annotated[
 SearchOption = Annotated[bool, typer.Option("--search/--no-search", help="Find the smallest case of each rule that varies.")]
 
 
-@with_settings(without=[name for name in FIELDS if name not in _TAKEN])
+_ABOUT_LAYOUTS = (
+    "Layouts to evaluate every rule under, the first being the reference: dp<N>[cp<M>][:rule][@tokens|:mb<K>] or `recorded`."
+    " Default: the recorded layout of a train dump, then dp1:contiguous with one micro-batch and with 1, 2 and 4 samples a"
+    " micro-batch, dp2:interleaved:mb2, dp2:contiguous:mb2, dp2cp2:contiguous, dp4:interleaved:mb1, dp4:balanced."
+)
+
+
+@with_settings(without=[name for name in FIELDS if name not in _TAKEN], about={"layouts": _ABOUT_LAYOUTS})
 def audit(
     given: dict[str, Any],
     path: PathArgument = None,
     rules: RulesOption = None,
-    normalizer: NormalizerOption = "step",
     reducer: ReducerOption = None,
     reducer_signature: SignatureOption = None,
     reducer_ranks: RanksOption = None,
@@ -76,14 +81,14 @@ def audit(
 ) -> int:
     """Which rules give the same gradient under every layout, which do not, and why.
 
-    Layouts are as everywhere, also with the samples of a micro-batch: dp2:interleaved:mb2. The first is the reference; a slime
-    train dump brings its recorded layout along. Exit code 1 only with --fail-on-variance.
+    The first layout is the reference. A rule is called invariant over the layouts that it was evaluated under; those that its
+    framework cannot represent are named. Exit code 1 only with --fail-on-variance.
     """
     settings = resolve({**given, **({"rollouts": (path,)} if path else {})}, config)
     check_divisor_and_limit(divisor, fail_on_variance)
     frozen = _frozen(settings, comma_list(rules or ()))
     longest = max(float(max(int(batch.step.response_length_S.max()), 1)) for batch in frozen)
-    wanted = _rules(comma_list(rules or ()), bool(reducer), normalizer, divisor or longest, settings)
+    wanted = _rules(comma_list(rules or ()), bool(reducer), divisor or longest, settings)
     custom, findings = _reducers(reducer or (), reducer_signature, reducer_ranks, divisor)
     chosen = [*custom, *wanted]
     audits = [_audited(batch, chosen, settings, search) for batch in frozen]
@@ -102,21 +107,13 @@ def audit(
 
 
 def check_divisor_and_limit(divisor: float | None, limit: float | None) -> None:
-    """Refuse a divisor or a limit that is no positive number."""
-    from aggcli.config import check_divisor
-
-    check_divisor(divisor)
-    if limit is not None and not limit > 0:
-        raise SettingError(f"--fail-on-variance {limit:g}: must be above 0, such as 1e-6")
+    """Refuse a divisor or a limit that is no positive finite number."""
+    check_divisor(divisor, "--divisor")
+    if limit is not None and not 0 < limit < math.inf:
+        raise SettingError(f"--fail-on-variance {limit:g}: must be a finite number above 0, such as 1e-6")
 
 
 # -- what is audited ------------------------------------------------------------------------------------------------
-
-
-def _needs_groups(rule: str) -> bool:
-    from aggcli.objective.presets.registry import find_rule
-
-    return find_rule(rule).preset.needs_groups
 
 
 def _frozen(settings: RunConfig, names: Sequence[str]) -> list[FrozenBatch]:
@@ -132,24 +129,22 @@ def _frozen(settings: RunConfig, names: Sequence[str]) -> list[FrozenBatch]:
         for note in batch.notes:
             say(f"{batch.name}: {note}")
         parts = optimizer_steps(batch, settings.layout.global_batch_size)
-        if bool((batch.group_S >= 0).all()) and any(_needs_groups(name) for name in names or MODES):
-            need_whole_groups(batch, parts)
+        rules = [find_rule(name) for name in names] or list(MODES)
+        for rule in [rule for rule in rules if rule.needs_groups][:1] if bool((batch.group_S >= 0).all()) else ():
+            need_whole_groups(batch, parts, rule)
         found += [freeze(batch, settings.objective, part) for part in parts]
     return found
 
 
-def _rules(names: Sequence[str], has_reducer: bool, normalizer: str, divisor: float, settings: RunConfig) -> list[AuditRule]:
+def _rules(names: Sequence[str], has_reducer: bool, divisor: float, settings: RunConfig) -> list[AuditRule]:
     """The rules asked for; without --rules all of them, or with a reducer only the mode it is measured against."""
-    from aggcli.audit import rule_named
-    from aggcli.objective.presets.registry import PRESETS
+    from aggcli.audit import NamedRule
 
-    chosen = names or (() if has_reducer else (*MODES, *PRESETS))
-    scale = settings.objective.prompt_mean_scale
-    found = [rule_named(name, divisor=divisor, normalizer=normalizer, scale=scale) for name in chosen]
-    for rule in found if names else ():
-        if rule.note:
-            say(rule.note)
-    return list(dict.fromkeys(found))
+    chosen = names or (() if has_reducer else tuple(RULES))
+    for remark in filter(None, map(remark_on, names)):
+        say(remark)
+    found = {name: settings.objective.in_force(find_rule(name)).with_divisor(divisor) for name in chosen}
+    return list(dict.fromkeys(NamedRule(rule, remark_on(name)) for name, rule in found.items()))
 
 
 def _reducers(

@@ -23,7 +23,7 @@ from aggcli.cli.options import (
 from aggcli.cli.replaying import Request, print_dry_run, refuse_resume, replay_command
 from aggcli.cli.results import compare_results
 from aggcli.cli.training import TrainingRequest, training_command
-from aggcli.config import MODES, flag
+from aggcli.config import flag
 from aggcli.errors import SettingError
 
 DEFAULT_SEEDS = 3
@@ -83,7 +83,6 @@ def compare(
         holds = "only holds" if len(names) == 1 else "only hold"
         raise SettingError(f"{', '.join(names)}: {holds} with results directories to compare; name them, or leave it out")
     settings = resolve(with_recorded(given, output) if resume else given, config)
-    modes = settings.modes or MODES
     trains = settings.training.train or not settings.source.rollouts
     say_ignored(given, trains=trains, rollouts=settings.source.rollouts)
     if trains:
@@ -92,8 +91,8 @@ def compare(
         seeds = tuple(
             range(settings.seed, settings.seed + (settings.training.seeds or (1 if settings.training.train else DEFAULT_SEEDS)))
         )
-        return training_command(TrainingRequest("compare", settings, modes, seeds, output, overwrite, resume, json))
-    request = Request("compare", settings, modes, settings.modes is None, output, overwrite, json, samples)
+        return training_command(TrainingRequest("compare", settings, settings.compared, seeds, output, overwrite, resume, json))
+    request = Request("compare", settings, settings.modes is None, output, overwrite, json, samples)
     refuse_resume(resume)
     return print_dry_run(settings) if dry_run else replay_command(request)
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from aggcli.cli.console import out
 from aggcli.cli.options import JsonOption
-from aggcli.config import MODES
 from aggcli.errors import SettingError, nearest
-from aggcli.objective.literature import NOTATION, REFERENCE
-
-if TYPE_CHECKING:
-    from aggcli.objective.presets.facts import Preset
+from aggcli.rules import EVIDENCE, MODES, NOTATION, Rule, find_rule, names_of, remark_on
+from aggcli.rules.reference import aliases_of, differences, elsewhere, how_to_get
 
 MapOption = Annotated[
     str | None, typer.Option("--map", metavar="NAME", help="A framework's name, such as verl:token-mean: what is it here?")
@@ -38,10 +34,13 @@ def modes(
         raise SettingError(f"--format {format_}: must be text or md")
     if mode is not None and map_ is not None:
         raise SettingError(f"{mode} and --map {map_} ask for two things; give one")
-    if mode is not None and mode not in MODES:
-        known = "" if ":" not in mode else f"; for a framework's own name use --map {mode}"
-        raise SettingError(f"unknown loss aggregation '{mode}'{known or nearest(mode, MODES)}")
-    found = _mapped(map_) if map_ is not None else {name: _described(name) for name in MODES if mode in (None, name)}
+    chosen = [rule for rule in MODES if mode in (None, rule.name)]
+    if not chosen:
+        known = (
+            nearest(str(mode), names_of(MODES)) if ":" not in str(mode) else f"; for a framework's own name use --map {mode}"
+        )
+        raise SettingError(f"unknown loss aggregation '{mode}'{known}")
+    found = _mapped(map_) if map_ is not None else {rule.name: _described(rule) for rule in chosen}
     if json:
         from aggcli.records import to_json
 
@@ -60,42 +59,48 @@ def modes(
 # -- what is known --------------------------------------------------------------------------------------------------
 
 
-def _described(mode: str) -> dict[str, Any]:
-    from aggcli.objective.presets.reference import aliases_of, presets_of
+_WORDS = ("formula", "weight", "meaning", "papers", "flags", "traps", "needs")
 
-    frameworks = {name: [_facts(preset) for preset in presets] for name, presets in presets_of(mode).items()}
-    return {**dataclasses.asdict(REFERENCE[mode]), "aliases": aliases_of(mode), "frameworks": frameworks}
+
+def _described(mode: Rule) -> dict[str, Any]:
+    frameworks = {name: [_facts(rule) for rule in rules] for name, rules in elsewhere(mode).items()}
+    words = {name: getattr(mode, name) for name in _WORDS}
+    return {**words, "aliases": aliases_of(mode), "frameworks": frameworks}
 
 
 def _mapped(name: str) -> dict[str, Any]:
     """A framework's rule or an alias, and the flags here that give it."""
-    from aggcli.objective.presets.reference import how_to_get
-    from aggcli.objective.presets.registry import find_rule
-
     rule = find_rule(name)
-    own = rule.preset.evidence == "own"
-    here = REFERENCE[rule.preset.name].flags if own else "; or exactly as there: ".join(how_to_get(rule.preset))
-    return {name: {**_facts(rule.preset), "note": rule.note, "here": here}}
+    here = rule.flags if rule.is_mode else "; or exactly as there: ".join(how_to_get(rule))
+    return {name: {**_facts(rule), "note": remark_on(name), "here": here}}
 
 
-def _facts(preset: Preset) -> dict[str, Any]:
-    from aggcli.objective.presets.facts import EVIDENCE
-    from aggcli.objective.presets.reference import differences
-
-    own = preset.evidence == "own"
+def _facts(rule: Rule) -> dict[str, Any]:
     return {
-        "name": preset.name,
-        "option": preset.option,
-        "version": preset.version,
-        "default": preset.is_default,
-        "formula": preset.formula,
-        "mode": preset.mode,
-        "differences": [] if own else differences(preset),
-        "divisor": preset.divisor_is,
-        "evidence": EVIDENCE[preset.evidence],
-        "traps": list(preset.traps),
-        "unverified": preset.unverified,
+        "name": rule.name,
+        "option": rule.option,
+        "version": rule.version,
+        "default": rule.is_default,
+        "formula": rule.formula,
+        "mode": rule.mode,
+        "differences": [] if rule.is_mode else differences(rule),
+        "divisor": rule.divisor_is,
+        "kl_and_entropy": _terms(rule),
+        "evidence": EVIDENCE[rule.evidence],
+        "traps": list(rule.traps),
+        "unverified": rule.unverified,
     }
+
+
+def _terms(rule: Rule) -> str:
+    """How the KL and entropy terms of its loss are aggregated."""
+    terms = {"KL": rule.kl_term, "entropy": rule.entropy_term}
+    words = {"its own weights": "as the policy loss", "the metrics' weights": "as the metrics, --metric-aggregation"}
+    texts = {name: term.formula if isinstance(term, Rule) else words[term] for name, term in terms.items()}
+    known = "" if rule.terms_evidence != "unverified" else " (unverified)"
+    if texts["KL"] == texts["entropy"]:
+        return f"KL and entropy: {texts['KL']}{known}"
+    return f"KL: {texts['KL']}; entropy: {texts['entropy']}{known}"
 
 
 # -- on paper -------------------------------------------------------------------------------------------------------
@@ -118,6 +123,7 @@ _RULE_LINES = {
     "mode": "mode here",
     "differences": "differs",
     "divisor": "the constant",
+    "kl_and_entropy": "other terms",
     "here": "here",
     "note": "note",
     "traps": "traps",

@@ -19,6 +19,7 @@ from aggcli import config
 from aggcli.cli.console import say
 from aggcli.config import FIELDS, RunConfig, flag, read_toml, sections, settings_from
 from aggcli.errors import SettingError
+from aggcli.rules import Rule, remark_on
 
 _PANELS = {
     "SourceConfig": "Rollouts",
@@ -61,8 +62,13 @@ class GroupedCommand(typer.core.TyperCommand):
                     formatter.write_dl(panels[title])
 
 
-def with_settings(*, without: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command an option for every setting but `without`; its first argument receives those that were given."""
+def with_settings(
+    *, without: Iterable[str] = (), about: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command an option for every setting but `without`; its first argument receives those that were given.
+
+    `about`: help of settings that mean something narrower in this command.
+    """
     names = [name for name in FIELDS if name not in set(without)]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +80,9 @@ def with_settings(*, without: Iterable[str] = ()) -> Callable[[Callable[..., Any
             return function({name: value for name, value in given.items() if value is not None}, **values)
 
         options = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name))
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, (about or {}).get(name))
+            )
             for name in names
         ]
         parameters = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), *options]
@@ -88,24 +96,18 @@ def with_settings(*, without: Iterable[str] = ()) -> Callable[[Callable[..., Any
 def resolve(given: Mapping[str, object], config_file: Path | None) -> RunConfig:
     """The checked settings: flags, then the config file, then the recipe, then defaults."""
     from_file = read_toml(config_file) if config_file is not None else {}
-    return settings_from(_with_rule_names({**from_file, **given}))
+    asked = {**from_file, **given}
+    settings = settings_from(asked)
+    for name in _rule_names(asked):
+        if remark := remark_on(name):
+            say(remark)
+    return settings
 
 
-def _with_rule_names(asked: dict[str, object]) -> dict[str, object]:
-    """Aliases of aggregation rules by what they stand for, which is said; raises `SettingError` for a name nobody uses."""
-    from aggcli.objective.presets.registry import find_rule
-
-    for key in ("loss_aggregation", "modes"):
-        names = asked.get(key)
-        listed = [names] if isinstance(names, str) else names
-        if not isinstance(listed, (list, tuple)) or not all(isinstance(name, str) for name in listed):
-            continue  # of the wrong type, which the settings refuse by name
-        rules = [find_rule(name) for name in listed]
-        for note in (rule.note for rule in rules if rule.note):
-            say(note)
-        found = tuple(dict.fromkeys(rule.preset.name for rule in rules))
-        asked[key] = found[0] if key == "loss_aggregation" and found else found
-    return asked
+def _rule_names(asked: Mapping[str, object]) -> list[str]:
+    """The names under which aggregation rules were asked for."""
+    names = [asked.get("loss_aggregation"), *typing.cast(Iterable[object], asked.get("modes") or ())]
+    return [name for name in names if isinstance(name, str)]
 
 
 def with_recorded(given: Mapping[str, Any], output: Path | None) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def _as_given(name: str, value: Any) -> Any:
     return value
 
 
-def _annotation(name: str) -> Any:
+def _annotation(name: str, about: str | None = None) -> Any:
     """`int | None` and so on, with the option's help taken from the field's own documentation."""
     details = _documented()[name]
     hint = FIELDS[name]
@@ -151,11 +153,13 @@ def _annotation(name: str) -> Any:
     metavar = None
     if typing.get_origin(hint) is Literal:
         metavar, hint = "|".join(typing.get_args(hint)), str
+    elif hint is Rule:
+        metavar, hint = "MODE", str
     elif typing.get_origin(hint) is tuple:
         metavar, hint = ("A,B,..." if name in _LISTS else "PATH"), list[str]
     option = typer.Option(
         *_declarations(name, hint),
-        help=details.about + (f" (default: {details.default})" if details.default else ""),
+        help=about or details.about + (f" (default: {details.default})" if details.default else ""),
         metavar=metavar,
         show_default=False,
         rich_help_panel=details.panel,
@@ -188,6 +192,7 @@ def _documented() -> dict[str, _Details]:
                 name = ast.unparse(field.target)
                 about = " ".join(str(text.value.value).split())
                 default = defaults[name]
+                default = default.name if isinstance(default, Rule) else default
                 shown = None if default in (None, ()) or isinstance(default, bool) else str(default)
                 found[name] = _Details(about, _PANELS[node.name], shown)
     return found

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from aggcli.analysis.tolerance import TOLERANCE
 from aggcli.cli.console import invocation, out, progress, say
-from aggcli.config import MODES, RunConfig, to_flat, to_toml
+from aggcli.config import RunConfig, to_flat, to_toml, with_divisor
 from aggcli.errors import CheckFailed, ExitCode, SettingError, some
 from aggcli.measurement.words import plural
+from aggcli.rules import CUSTOM, Rule, names_of
 
 if TYPE_CHECKING:
     from aggcli.measurement.comparison import LayoutComparison
@@ -31,17 +32,20 @@ MOST_NOTES = 12
 class Request:
     """One invocation of `run` or `compare`.
 
-    `modes`: the modes to replay; `lenient`: leave prompt_mean out where the data cannot support it, instead of refusing.
+    `lenient`: leave rules out where the data lack the prompt groups that they need, instead of refusing.
     """
 
     command: str
     config: RunConfig
-    modes: tuple[str, ...]
     lenient: bool
     output: Path | None
     overwrite: bool
     json: bool
     samples: bool
+
+    def rules(self, config: RunConfig) -> tuple[Rule, ...]:
+        """The rules to replay, as these settings have them."""
+        return config.compared if self.command == "compare" else (config.objective.loss_aggregation,)
 
 
 def replay_command(request: Request) -> int:
@@ -128,15 +132,15 @@ def _prepare(request: Request, world: World) -> tuple[Replay, Sequence[RolloutBa
     config = _with_divisor(config, request, longest)
     path = config.objective.custom_pg_loss_reducer_function_path
     reducer = load_reducer(path) if path else None
-    modes = counted_in(config.objective.normalizer, request.modes)
+    modes = request.rules(config)
     if path and request.command == "run":
-        say(f"the custom reducer {path} takes precedence over --loss-aggregation {modes[0]}")
+        say(f"the custom reducer {path} takes precedence over --loss-aggregation {modes[0].name}")
         modes = ()
     head = {
         "command": request.command,
         "rollouts": source.name,
         "format": source.format,
-        "modes": [*modes, *(["custom"] if path else [])],
+        "modes": [*names_of(modes), *([CUSTOM.name] if path else [])],
         "divisor": config.objective.loss_aggregation_divisor,
         "max_response_length": longest,
         "settings": to_flat(config),
@@ -144,35 +148,28 @@ def _prepare(request: Request, world: World) -> tuple[Replay, Sequence[RolloutBa
     return Replay(config, modes, request.lenient, max(longest, 1), reducer, world), batches, head
 
 
-def counted_in(scope: str, modes: Sequence[str]) -> tuple[str, ...]:
-    """The modes with their denominators counted in that scope, by name; frameworks' rules stay as they are."""
-    return tuple(f"{mode}@{scope}" if scope != "step" and mode in MODES else mode for mode in modes)
-
-
 def _with_divisor(config: RunConfig, request: Request, longest: int) -> RunConfig:
     """The settings with the divisor in force: the user's, the recipe's, or in `compare` the longest response."""
-    from aggcli.objective.presets.registry import find_rule
-
-    objective = config.objective
-    given = objective.loss_aggregation_divisor
-    presets = [find_rule(mode).preset for mode in request.modes]
-    if not any(preset.needs_divisor for preset in presets):
-        if given is not None and not any(preset.divisor_is for preset in presets):
-            say(f"--loss-aggregation-divisor {given:g} is unused: only constant divides by it")
+    rules = request.rules(config)
+    given = config.objective.loss_aggregation_divisor
+    lacking = [rule for rule in rules if rule.needs_divisor]
+    if given is not None and not any(rule.takes_divisor for rule in rules):
+        say(f"--loss-aggregation-divisor {given:g} is unused: no rule here divides by it")
+    if not lacking:
         return config
-    if given is None:
-        need_divisor(config, request)
-        given = float(max(longest, 1))
-        say(f"constant divides by {given:g}, the {_origin(config)}; --loss-aggregation-divisor sets another")
-    return dataclasses.replace(config, objective=dataclasses.replace(objective, loss_aggregation_divisor=given))
+    need_divisor(config, request)
+    divisor = float(max(longest, 1))
+    divide = "divides" if len(lacking) == 1 else "divide"
+    say(f"{some(names_of(lacking))} {divide} by {divisor:g}, the {_origin(config)}; --loss-aggregation-divisor sets another")
+    return with_divisor(config, divisor)
 
 
 def need_divisor(config: RunConfig, request: Request) -> None:
-    """`run` needs the divisor of `constant` from the user or the recipe."""
+    """`run` needs the divisor of its rule from the user or the recipe."""
     if request.command == "run" and config.recipe != "dr_grpo":
         raise SettingError(
-            f"--loss-aggregation {request.modes[0]} needs --loss-aggregation-divisor L, a positive number of tokens such as the"
-            " response limit (or --recipe dr_grpo, which takes the maximum response length)"
+            f"--loss-aggregation {config.objective.loss_aggregation.name} needs --loss-aggregation-divisor L, a positive number"
+            " of tokens such as the response limit (or --recipe dr_grpo, which takes the maximum response length)"
         )
 
 
@@ -226,11 +223,9 @@ class Recorder:
         from aggcli import records
 
         config = self.replay.config
-        if rule in MODES:
-            objective = dataclasses.replace(
-                config.objective, loss_aggregation=rule, calculate_per_token_loss=rule == "token_mean"
-            )
-            config = dataclasses.replace(config, objective=objective)
+        for mode in self.replay.modes:
+            if mode.name == rule:
+                config = dataclasses.replace(config, objective=config.objective.under(mode))
         return {
             **self.head,
             "settings": to_flat(config),

@@ -39,8 +39,8 @@ def run(
     """
     settings = resolve(with_recorded(given, output) if resume else given, config)
     mode = settings.objective.loss_aggregation
-    request = Request("run", settings, (mode,), False, output, overwrite, json, samples)
-    if mode == "constant" and settings.objective.loss_aggregation_divisor is None:
+    request = Request("run", settings, False, output, overwrite, json, samples)
+    if mode.needs_divisor:
         need_divisor(settings, request)
     trains = settings.training.train or not settings.source.rollouts
     say_ignored(given, trains=trains, rollouts=settings.source.rollouts)

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from aggcli.cli import recording
 from aggcli.cli.console import invocation, say
-from aggcli.cli.replaying import counted_in, fitted_to_launcher
+from aggcli.cli.replaying import fitted_to_launcher
 from aggcli.cli.training_output import finish, say_before, summary_of
 from aggcli.config import RunConfig
-from aggcli.errors import AggcliError, ExitCode, RecordError, RolloutError, SettingError
+from aggcli.errors import AggcliError, ExitCode, RecordError, RolloutError, SettingError, some
 
 if TYPE_CHECKING:
     from aggcli.cli.live import Shown
     from aggcli.grid import Setup
     from aggcli.records import RunWriter
+    from aggcli.rules import Rule
     from aggcli.team import Team
     from aggcli.training.loop import Diverged, TrainedStep, Trainer
     from aggcli.training.stack import RunSpec
@@ -34,7 +35,7 @@ class TrainingRequest:
 
     command: str
     config: RunConfig
-    modes: tuple[str, ...]
+    modes: tuple[Rule, ...]
     seeds: tuple[int, ...]
     output: Path | None
     overwrite: bool
@@ -47,7 +48,6 @@ def training_command(request: TrainingRequest) -> int:
     from aggcli import world as worlds
 
     _refuse(request)
-    request = dataclasses.replace(request, modes=counted_in(request.config.objective.normalizer, request.modes))
     layout = request.config.layout
     if not worlds.was_started_by_torchrun():
         if layout.dp * layout.cp > 1:
@@ -88,11 +88,12 @@ def _refuse(request: TrainingRequest) -> None:
     if not config.source.rollouts:
         grid.task_of(training)
     part, group = config.layout.global_batch_size, training.n_samples_per_prompt
-    if part is None or config.source.rollouts or "prompt_mean" not in request.modes:
+    grouped = [mode.name for mode in request.modes if mode.needs_groups]
+    if part is None or config.source.rollouts or not grouped:
         return
     if part % group and part < training.rollout_batch_size * group:
         raise SettingError(
-            f"--global-batch-size {part}: prompt_mean needs whole prompt groups in an optimizer step; give a multiple of"
+            f"--global-batch-size {part}: {some(grouped)} needs whole prompt groups in an optimizer step; give a multiple of"
             f" --n-samples-per-prompt {group}"
         )
 
@@ -169,21 +170,22 @@ def _say_processes(asked: int | None, processes: int, runs: int) -> None:
         say(f"{processes} processes on {os.cpu_count()} cores: more than one a core only costs time and memory")
 
 
-def _with_groups(request: TrainingRequest, setup: Setup, world: World) -> tuple[str, ...]:
-    """The modes that recorded rollouts can be trained under: prompt_mean needs their groups. Raises `RolloutError` where it
-    was asked for by name."""
+def _with_groups(request: TrainingRequest, setup: Setup, world: World) -> tuple[Rule, ...]:
+    """The modes that recorded rollouts can be trained under: some need their groups. Raises `RolloutError` where one was asked
+    for by name."""
     from aggcli import grid
 
-    if setup.recorded is None or "prompt_mean" not in request.modes:
+    grouped = [mode for mode in request.modes if mode.needs_groups]
+    if setup.recorded is None or not grouped:
         return request.modes
     try:
-        grid.need_groups(setup.recorded, request.config.layout.global_batch_size)
+        grid.need_whole_groups_in(setup.recorded, request.config.layout.global_batch_size, grouped[0])
     except RolloutError as error:
         if request.command != "compare" or request.config.modes is not None:
             raise
         if world.is_root:
-            say(f"prompt_mean is left out: {error}")
-        return tuple(mode for mode in request.modes if mode != "prompt_mean")
+            say(f"{some(mode.name for mode in grouped)} is left out: {error}")
+        return tuple(mode for mode in request.modes if mode not in grouped)
     return request.modes
 
 

@@ -15,6 +15,7 @@ from aggcli.measurement.words import plural
 if TYPE_CHECKING:
     from aggcli.cli.training import Outcome, TrainingRequest
     from aggcli.grid import Setup
+    from aggcli.rules import Rule
     from aggcli.training.stack import RunSpec
 
 
@@ -26,10 +27,9 @@ def say_before(
 
     training = request.config.training
     if request.command == "run":
-        say(f"mode: {request.modes[0]}")
-    if "constant" in request.modes:
-        divisor = next(run.objective.loss_aggregation_divisor for run in runs if run.mode == "constant")
-        say(f"constant divides by {divisor:g} tokens")
+        say(f"mode: {request.modes[0].name}")
+    for rule in dict.fromkeys(run.rule for run in runs if run.rule.divisor is not None and run.rule.takes_divisor):
+        say(f"{rule.name} divides by {rule.divisor:g} tokens")
     for reason, rules in _varying(request.modes).items():
         say(f"{some(rules, 4)} {'varies' if len(rules) == 1 else 'vary'} with the layout: {reason}")
     if training.match == "grad-norm":
@@ -51,13 +51,12 @@ def say_before(
         say("every response has the same length, so the modes cannot differ on this task")
 
 
-def _varying(rules: Sequence[str]) -> dict[str, list[str]]:
+def _varying(rules: Sequence[Rule]) -> dict[str, list[str]]:
     """Why some of these rules depend on the layout -> the rules of which that is the reason."""
-    from aggcli.objective.step import depends_on_layout, why_it_depends
-
     found: dict[str, list[str]] = {}
-    for rule in filter(depends_on_layout, rules):
-        found.setdefault(why_it_depends(rule), []).append(rule)
+    for rule in rules:
+        if rule.depends_on_layout:
+            found.setdefault(rule.why_it_depends(), []).append(rule.name)
     return found
 
 
@@ -116,7 +115,7 @@ def _steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
     layouts: dict[int, dict[str, Any]] = {}
     for line in records.read_lines(directory / records.LAYOUTS):
         layouts.setdefault(line["step"], {})[line["layout"]] = line
-    mode = request.modes[0]
+    mode = request.modes[0].name
     return {
         "steps": [
             {"step": line["step"], "modes": {mode: {**line, "layouts": layouts[line["step"]]}}}

@@ -6,12 +6,10 @@ whole from flat values; `to_flat` and `to_toml` give them back.
 
 from __future__ import annotations
 
-from aggcli.config.checks import check_divisor, flag, reward_weights
-from aggcli.config.flat import FIELDS, RECIPES, SOURCE_SETTINGS, settings_from, to_flat, unread_settings
+from aggcli.config.checks import flag, reward_weights
+from aggcli.config.flat import FIELDS, RECIPES, SOURCE_SETTINGS, settings_from, to_flat, unread_settings, with_divisor
 from aggcli.config.sections import (
     DEFAULT_LAYOUTS,
-    MODES,
-    RULES_ELSEWHERE,
     SINKS,
     LayoutConfig,
     ObjectiveConfig,
@@ -25,9 +23,7 @@ from aggcli.config.toml import read_toml, to_toml
 __all__ = [
     "DEFAULT_LAYOUTS",
     "FIELDS",
-    "MODES",
     "RECIPES",
-    "RULES_ELSEWHERE",
     "SINKS",
     "SOURCE_SETTINGS",
     "LayoutConfig",
@@ -36,7 +32,6 @@ __all__ = [
     "SourceConfig",
     "SyntheticConfig",
     "TrainingConfig",
-    "check_divisor",
     "flag",
     "read_toml",
     "reward_weights",
@@ -44,4 +39,5 @@ __all__ = [
     "to_flat",
     "to_toml",
     "unread_settings",
+    "with_divisor",
 ]

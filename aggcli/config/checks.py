@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 
-from aggcli.config.sections import MODES, RULES_ELSEWHERE, SINKS, RunConfig, TrainingConfig
+from aggcli.config.sections import SINKS, RunConfig, TrainingConfig
 from aggcli.errors import SettingError, nearest
+from aggcli.rules import check_divisor
 
 
 def check(config: RunConfig) -> None:
     """Refuse settings out of range, and those that exclude each other. Raises `SettingError`."""
     objective, layout, synthetic = config.objective, config.layout, config.source.synthetic
-    if not _may_be_a_rule(objective.loss_aggregation):
-        mode = objective.loss_aggregation
-        raise SettingError(f"unknown loss aggregation '{mode}'{nearest(mode, MODES)}")
-    for mode in config.modes or ():
-        if not _may_be_a_rule(mode):
-            raise SettingError(f"--modes: unknown loss aggregation '{mode}'{nearest(mode, MODES)}")
     for name in config.log_to:
         if name not in SINKS:
             raise SettingError(f"--log-to {name}: is not known{nearest(name, SINKS)}")
@@ -62,11 +57,6 @@ def check(config: RunConfig) -> None:
         _need(name, value, 0 <= value < math.inf, "a finite number of at least 0")
 
 
-def _may_be_a_rule(name: str) -> bool:
-    """A mode, or a name of the form that `aggcli.objective.presets` gives to other rules and looks up there."""
-    return name in (*MODES, *RULES_ELSEWHERE) or ":" in name or "@" in name
-
-
 def _check_training(training: TrainingConfig, rollouts: tuple[str, ...]) -> None:
     if training.train and training.seeds not in (None, 1):
         raise SettingError(f"--seeds {training.seeds}: recorded rollouts are the same for every seed; leave it out")
@@ -86,14 +76,6 @@ def _check_training(training: TrainingConfig, rollouts: tuple[str, ...]) -> None
         value = getattr(training, name)
         _need(name, value, 0 <= value < 1, "at least 0 and below 1")
     _need("heads", training.heads, training.width % training.heads == 0, f"a divisor of --width {training.width}")
-
-
-def check_divisor(divisor: float | None) -> None:
-    """Refuse a divisor that is zero, negative, NaN or infinite; None is judged by whoever needs one."""
-    if divisor is not None and not (math.isfinite(divisor) and divisor > 1e-300):
-        raise SettingError(
-            f"--loss-aggregation-divisor {divisor:g}: must be a positive finite number of tokens, such as the response limit"
-        )
 
 
 def reward_weights(text: str | None) -> dict[str, float]:

@@ -11,18 +11,19 @@ from typing import Any, Literal
 from aggcli.config.checks import check, flag
 from aggcli.config.sections import RunConfig, SourceConfig, SyntheticConfig, TrainingConfig
 from aggcli.errors import SettingError, nearest
+from aggcli.rules import CONSTANT, DEFAULT, PROMPT_MEAN, SAMPLE_MEAN, TOKEN_MEAN, Rule, find_rule
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_aggregation": "sample_mean", "advantages": "grpo", "eps_clip": 0.2},
+    "grpo": {"loss_aggregation": SAMPLE_MEAN, "advantages": "grpo", "eps_clip": 0.2},
     "dapo": {
-        "loss_aggregation": "prompt_mean",
+        "loss_aggregation": PROMPT_MEAN,
         "advantages": "grpo",
         "eps_clip": 0.2,
         "eps_clip_high": 0.28,
         "dynamic_sampling": True,
         "overlong_buffer": 8,
     },
-    "dr_grpo": {"loss_aggregation": "constant", "advantages": "mean_only", "eps_clip": 0.2},
+    "dr_grpo": {"loss_aggregation": CONSTANT, "advantages": "mean_only", "eps_clip": 0.2},
 }
 """What each recipe sets unless a flag or the config file says otherwise (DeepSeekMath; DAPO; Dr.GRPO)."""
 
@@ -32,12 +33,14 @@ def _flat_fields(cls: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
         hint = hints[item.name]
-        found.update(_flat_fields(typing.cast(type, hint)) if dataclasses.is_dataclass(hint) else {item.name: hint})
+        is_section = dataclasses.is_dataclass(hint) and hint is not Rule
+        found.update(_flat_fields(typing.cast(type, hint)) if is_section else {item.name: hint})
     return found
 
 
 FIELDS = _flat_fields(RunConfig)
 """Every setting by its flat name, with its type."""
+_RULE_SETTINGS = {name: hint for name, hint in FIELDS.items() if hint in (Rule, tuple[Rule, ...] | None)}
 _TRAINING_SETTINGS, _SYNTHETIC_SETTINGS = tuple(_flat_fields(TrainingConfig)), tuple(_flat_fields(SyntheticConfig))
 SOURCE_SETTINGS = tuple(name for name in _flat_fields(SourceConfig) if name not in _SYNTHETIC_SETTINGS)
 """The settings of recorded rollouts: for commands that read them and do nothing else."""
@@ -69,25 +72,52 @@ def settings_from(given: Mapping[str, object], defaults: Mapping[str, object] | 
     recipe = asked.get("recipe")
     if recipe is not None and recipe not in RECIPES:
         raise SettingError(f"unknown recipe '{recipe}'{nearest(str(recipe), RECIPES)}")
+    asked = {name: _rules(name, value) for name, value in asked.items()}
     values = {**(defaults or {}), **RECIPES.get(str(recipe), {}), **asked}
     values.update(_one_thing(asked, values))
     config = _build(RunConfig, values)
     check(config)
-    return config
+    return with_divisor(config, config.objective.loss_aggregation_divisor)
+
+
+def with_divisor(config: RunConfig, divisor: float | None) -> RunConfig:
+    """The settings with every rule as it is in force: scaled and scoped as they say, and with this constant where it takes one.
+
+    Raises `SettingError` for a constant that is no positive finite number.
+    """
+    objective = dataclasses.replace(config.objective, loss_aggregation_divisor=divisor)
+    mode = objective.in_force(objective.loss_aggregation)
+    objective = dataclasses.replace(objective, loss_aggregation=mode, calculate_per_token_loss=mode == TOKEN_MEAN)
+    modes = None if config.modes is None else tuple(dict.fromkeys(map(objective.in_force, config.modes)))
+    return dataclasses.replace(config, objective=objective, modes=modes)
+
+
+def _rules(name: str, value: object) -> object:
+    """The rules that the names of a setting of rules stand for; any other value as it is. Raises `SettingError`."""
+    if name not in _RULE_SETTINGS:
+        return value
+    many = _RULE_SETTINGS[name] is not Rule
+    listed = value if many and isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(item, (str, Rule)) for item in listed):
+        raise SettingError(f"{flag(name)} {value!r}: must be {'a list of names' if many else 'the name'} of aggregation rules")
+    found = tuple(dict.fromkeys(item if isinstance(item, Rule) else find_rule(str(item)) for item in listed))
+    if many and not found:
+        raise SettingError(f"{flag(name)} is empty: name at least one, or leave it out")
+    return found if many else found[0]
 
 
 def _one_thing(asked: Mapping[str, object], values: Mapping[str, object]) -> dict[str, object]:
     """token_mean and --calculate-per-token-loss set each other; contradictions are refused."""
     mode, per_token = asked.get("loss_aggregation"), values.get("calculate_per_token_loss")
-    if per_token is False and "calculate_per_token_loss" in asked and mode == "token_mean":
+    if per_token is False and "calculate_per_token_loss" in asked and mode == TOKEN_MEAN:
         raise SettingError("--loss-aggregation token_mean is --calculate-per-token-loss; drop one of the two")
-    if per_token and mode not in (None, "token_mean"):
+    if per_token and isinstance(mode, Rule) and mode != TOKEN_MEAN:
         raise SettingError(
-            f"--calculate-per-token-loss is token_mean and cannot go with --loss-aggregation {mode}; drop one of the two"
+            f"--calculate-per-token-loss is token_mean and cannot go with --loss-aggregation {mode.name}; drop one of the two"
         )
     if per_token:
-        return {"loss_aggregation": "token_mean"}
-    return {"calculate_per_token_loss": values.get("loss_aggregation") == "token_mean"}
+        return {"loss_aggregation": TOKEN_MEAN}
+    return {"calculate_per_token_loss": values.get("loss_aggregation", DEFAULT) == TOKEN_MEAN}
 
 
 def _build(cls: type, values: Mapping[str, object]) -> Any:
@@ -95,7 +125,7 @@ def _build(cls: type, values: Mapping[str, object]) -> Any:
     made: dict[str, object] = {}
     for item in dataclasses.fields(cls):
         hint = hints[item.name]
-        if dataclasses.is_dataclass(hint):
+        if dataclasses.is_dataclass(hint) and hint is not Rule:
             made[item.name] = _build(typing.cast(type, hint), values)
         elif item.name in values:
             made[item.name] = _coerced(item.name, values[item.name], hint)
@@ -113,6 +143,8 @@ def _coerced(name: str, value: object, hint: Any) -> object:
         if value in options:
             return value
         raise SettingError(f"{flag(name)} '{value}' is not one of its values{nearest(str(value), options)}")
+    if origin is tuple and options[0] is Rule:
+        return value  # made of names before
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
@@ -132,5 +164,18 @@ def to_flat(config: Any) -> dict[str, object]:
     flat: dict[str, object] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        flat.update(to_flat(value) if dataclasses.is_dataclass(value) else {item.name: value})
+        flat.update({item.name: _plain(value)} if not _is_section(value) else to_flat(value))
     return flat
+
+
+def _is_section(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, Rule)
+
+
+def _plain(value: object) -> object:
+    """A setting's value as it is written down: a rule by its name."""
+    if isinstance(value, Rule):
+        return value.name
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    return value

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-MODES: tuple[str, ...] = ("sample_mean", "prompt_mean", "token_mean", "constant")
+from aggcli.rules import DEFAULT, MODES, TOKEN_MEAN, Rule, Scope, settled
+
 SINKS: tuple[str, ...] = ("tensorboard", "trackio")
-RULES_ELSEWHERE: tuple[str, ...] = ("areal", "balanced", "delta-l", "prime-rl", "tinker")
-"""Rules of other frameworks and of papers whose name has no colon."""
 DEFAULT_LAYOUTS: tuple[str, ...] = ("dp1:first-fit", "dp2:interleaved", "dp2:contiguous", "dp4:balanced")
 
 
@@ -16,15 +16,15 @@ DEFAULT_LAYOUTS: tuple[str, ...] = ("dp1:first-fit", "dp2:interleaved", "dp2:con
 class ObjectiveConfig:
     """The loss: how tokens are weighted, clipped and penalised."""
 
-    loss_aggregation: str = "sample_mean"
+    loss_aggregation: Rule = DEFAULT
     """Aggregation of pg_loss: a framework's own rule, such as verl:token-mean (see `aggcli modes`), or a mode, by the weight
-    of a masked-in token: sample_mean 1/(N*n_r), prompt_mean 1/(N*T_p), token_mean 1/T, constant 1/(N*L); N rollouts,
+    of a trained token: sample_mean 1/(N*n_r), prompt_mean 1/(N*T_p), token_mean 1/T, constant 1/(N*L); N rollouts,
     n_r, T_p, T tokens of the rollout, the prompt group, the step, L the divisor."""
     prompt_mean_scale: Literal["rollouts", "prompts"] = "rollouts"
     """prompt_mean's absolute scale: `rollouts` = 1/(N*T_p), `prompts` = 1/(P*T_p), the strict mean over prompts."""
-    normalizer: Literal["step", "rank", "micro-batch"] = "step"
+    normalizer: Scope = "step"
     """Where a mode's denominators are counted. Less than the step makes the loss a mean over ranks (of means over
-    micro-batches), which varies with the layout; in a replay."""
+    micro-batches), which varies with the layout; frameworks' rules count as their framework does."""
     loss_aggregation_divisor: float | None = None
     """The L of `constant` = 1/(N*L), in tokens."""
     calculate_per_token_loss: bool = False
@@ -59,6 +59,22 @@ class ObjectiveConfig:
         high = self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
         return 1.0 - self.eps_clip, 1.0 + high
 
+    def in_force(self, rule: Rule) -> Rule:
+        """A rule as these settings have it: its scale, its scope and its divisor."""
+        return settled(
+            rule,
+            prompt_mean_scale=self.prompt_mean_scale,
+            normalizer=self.normalizer,
+            divisor=self.loss_aggregation_divisor,
+        )
+
+    def under(self, rule: Rule) -> ObjectiveConfig:
+        """The same settings with this rule in force."""
+        divisor = rule.divisor if rule.takes_divisor else None
+        return dataclasses.replace(
+            self, loss_aggregation=rule, calculate_per_token_loss=rule == TOKEN_MEAN, loss_aggregation_divisor=divisor
+        )
+
 
 @dataclass(frozen=True)
 class LayoutConfig:
@@ -71,9 +87,9 @@ class LayoutConfig:
     partition: Literal["first-fit", "interleaved", "contiguous", "balanced"] = "first-fit"
     """How the layout in force deals samples to data-parallel ranks."""
     layouts: tuple[str, ...] | None = None
-    """Layouts to record each step under, each dp<N>[cp<M>][:rule][@tokens] (data- and context-parallel ranks; first-fit,
-    interleaved, contiguous or balanced; token budget of a micro-batch per rank) or `recorded`. Default: dp1:first-fit,
-    dp2:interleaved, dp2:contiguous, dp4:balanced, and the recorded layout of a train dump."""
+    """Layouts to record each step under, each dp<N>[cp<M>][:rule][@tokens|:mb<K>] (data- and context-parallel ranks;
+    first-fit, interleaved, contiguous or balanced; token budget of a micro-batch per rank, or its samples) or `recorded`.
+    Default: dp1:first-fit, dp2:interleaved, dp2:contiguous, dp4:balanced, and the recorded layout of a train dump."""
     max_tokens_per_gpu: int | None = None
     """Token budget of a micro-batch per context-parallel rank; default: one micro-batch a rank."""
     micro_batch_size: int | None = None
@@ -217,8 +233,8 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     recipe: Literal["grpo", "dapo", "dr_grpo"] | None = None
     """A set of objective settings; single flags win over it."""
-    modes: tuple[str, ...] | None = None
-    """Modes that `compare` lines up, the first being the baseline; default: all four."""
+    modes: tuple[Rule, ...] | None = None
+    """Modes or frameworks' rules that `compare` lines up, the first being the baseline; default: all four modes."""
     dtype: Literal["float64", "float32", "bfloat16"] | None = None
     """Arithmetic of per-token numbers and of the policy (sums are float64); default: float64 in replay, float32 in training;
     bfloat16 is autocast in training."""
@@ -234,3 +250,8 @@ class RunConfig:
     log_to: tuple[str, ...] = ()
     """Mirror metrics.jsonl as it is written: `tensorboard` into tensorboard/ of each run, `trackio` into trackio/ of the
     results directory (look at it with TRACKIO_DIR set to that). Each needs its extra, as in aggcli[tensorboard]."""
+
+    @property
+    def compared(self) -> tuple[Rule, ...]:
+        """The rules that `compare` lines up, as they are in force: those asked for, else all four modes."""
+        return tuple(dict.fromkeys(map(self.objective.in_force, self.modes or MODES)))

@@ -21,7 +21,7 @@ Packs = list[list[int]]
 
 @dataclass(frozen=True)
 class Layout:
-    """How one optimizer step is spread: `dp<N>[cp<M>][:rule][@tokens]`, or `recorded`."""
+    """How one optimizer step is spread: `dp<N>[cp<M>][:rule][@tokens|:mb<K>]`, or `recorded`."""
 
     text: str
     """As the user wrote it; records key a layout by it."""
@@ -63,11 +63,13 @@ class Schedule:
 RECORDED = "recorded"
 MOST_RANKS = 16384
 """A layout of more ranks than this is a slip of the finger."""
-_LAYOUT = re.compile(r"dp(?P<dp>[0-9]+)(?:cp(?P<cp>[0-9]+))?(?::(?P<rule>[a-z-]+))?(?:@(?P<tokens>[0-9]+))?")
+_LAYOUT = re.compile(
+    r"dp(?P<dp>[0-9]+)(?:cp(?P<cp>[0-9]+))?(?::(?P<rule>(?!mb[0-9])[a-z-]+))?(?:@(?P<tokens>[0-9]+)|:mb(?P<samples>[0-9]+))?"
+)
 
 
 def parse_layout(text: str, *, max_tokens: int | None = None, micro_batch_size: int | None = None) -> Layout:
-    """Read `dp<N>[cp<M>][:rule][@tokens]` or `recorded`.
+    """Read `dp<N>[cp<M>][:rule][@tokens|:mb<K>]` or `recorded`; K samples a micro-batch.
 
     `max_tokens` and `micro_batch_size` hold for layouts that name no budget of their own.
     Raises `SettingError` for any other text, for zero ranks and for an unknown rule.
@@ -76,16 +78,20 @@ def parse_layout(text: str, *, max_tokens: int | None = None, micro_batch_size: 
         return Layout(text, rule=RECORDED)
     match = _LAYOUT.fullmatch(text)
     if match is None:
-        raise SettingError(f"layout '{text}': must be dp<N>[cp<M>][:rule][@tokens], such as dp2cp2:first-fit@160, or recorded")
+        raise SettingError(
+            f"layout '{text}': must be dp<N>[cp<M>][:rule][@tokens|:mb<K>], such as dp2cp2:first-fit@160, dp2:balanced:mb4 or"
+            " recorded"
+        )
     dp, cp, rule = int(match["dp"]), int(match["cp"] or 1), match["rule"] or "first-fit"
     if rule not in PARTITIONERS:
         raise SettingError(f"layout '{text}': unknown partition rule '{rule}'{nearest(rule, PARTITIONERS)}")
-    if dp < 1 or cp < 1 or (match["tokens"] is not None and int(match["tokens"]) < 1):
-        raise SettingError(f"layout '{text}': ranks and token budget must be at least 1")
+    tokens, samples = (None if match[part] is None else int(match[part]) for part in ("tokens", "samples"))
+    if min(dp, cp, 1 if tokens is None else tokens, 1 if samples is None else samples) < 1:
+        raise SettingError(f"layout '{text}': ranks, token budget and samples of a micro-batch must be at least 1")
     if dp * cp > MOST_RANKS:
         raise SettingError(f"layout '{text}': {dp * cp} ranks; at most {MOST_RANKS} are evaluated")
-    if match["tokens"] is not None:
-        return Layout(text, dp, cp, rule, int(match["tokens"]))
+    if tokens is not None or samples is not None:
+        return Layout(text, dp, cp, rule, tokens, samples)
     return Layout(text, dp, cp, rule, max_tokens, micro_batch_size)
 
 

@@ -11,6 +11,7 @@ from aggcli.config import DEFAULT_LAYOUTS, LayoutConfig
 from aggcli.errors import RolloutError
 from aggcli.layout.schedule import RECORDED, Layout, Schedule, parse_layout, split_rollouts
 from aggcli.rollouts.batch import RecordedStep, RolloutBatch, group_of_rollout, is_first
+from aggcli.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ def _recorded_part(name: str, step: RecordedStep) -> Part:
     return Part(name, positions, Schedule(partitions, step.micro_batches))
 
 
-def need_whole_groups(batch: RolloutBatch, parts: Sequence[Part]) -> None:
-    """Raise `RolloutError` when a prompt group straddles two optimizer steps, which prompt_mean cannot weigh.
+def need_whole_groups(batch: RolloutBatch, parts: Sequence[Part], rule: Rule) -> None:
+    """Raise `RolloutError` when a prompt group straddles two optimizer steps, which a rule that counts prompts cannot weigh.
 
     The message says what is at fault: the order of the samples where groups would fit if they stood together, else the
     step's size.
@@ -71,7 +72,7 @@ def need_whole_groups(batch: RolloutBatch, parts: Sequence[Part]) -> None:
             if first != at:
                 label = batch.labels.groups[group_S[sample]] if batch.labels.groups else group_S[sample]
                 raise RolloutError(
-                    f"{batch.name}: prompt group {label} straddles optimizer steps {first} and {at}, and prompt_mean needs"
+                    f"{batch.name}: prompt group {label} straddles optimizer steps {first} and {at}, and {rule.name} needs"
                     f" whole groups; {_remedy(batch, group_S, parts)}"
                 )
 

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from aggcli.config import MODES, ObjectiveConfig
+from aggcli.config import ObjectiveConfig
 from aggcli.errors import RolloutError
 from aggcli.measurement.local import is_correct
 from aggcli.measurement.notes import skipped
 from aggcli.measurement.words import plural
-from aggcli.objective.aggregation import need_groups
 from aggcli.objective.step import step_inputs, with_advantages
+from aggcli.objective.weights import need_groups
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, group_of_rollout, is_first
+from aggcli.rules import DEFAULT, MODES
 
 
 def reward_scale(batch: RolloutBatch, threshold: float) -> list[str]:
@@ -44,7 +45,7 @@ def inventory(batch: RolloutBatch, objective: ObjectiveConfig, correct_threshold
     """Counts, lengths, rewards, streams and layout of a batch; `computable` and `skipped` say what follows from them."""
     advantages_T, origin = with_advantages(batch, objective)
     batch = dataclasses.replace(batch, advantages_T=advantages_T)
-    missing = skipped(step_inputs(batch, objective, ("sample_mean",), torch.float64))
+    missing = skipped(step_inputs(batch, objective, (DEFAULT,), torch.float64))
     facts = {
         "source": batch.name,
         **_counts(batch),
@@ -58,7 +59,7 @@ def inventory(batch: RolloutBatch, objective: ObjectiveConfig, correct_threshold
         "truncated_samples": None if batch.truncated_S is None else int(batch.truncated_S.sum()),
     }
     refused = _refused(batch)
-    usable = [mode for mode in MODES if mode not in refused]
+    usable = [mode.name for mode in MODES if mode.name not in refused]
     return {
         **facts,
         "computable": [*(f"mode {mode}" for mode in usable), *_computable(missing)],
@@ -125,11 +126,14 @@ def _statuses(batch: RolloutBatch) -> dict[str, int]:
 
 def _refused(batch: RolloutBatch) -> dict[str, str]:
     """Modes that the batch cannot give, with the reason."""
-    try:
-        need_groups(batch)
-    except RolloutError as error:
-        return {"prompt_mean": str(error).removeprefix(batch.name).lstrip(", ")}
-    return {}
+    refused = {}
+    for mode in MODES:
+        try:
+            if mode.needs_groups:
+                need_groups(batch, mode)
+        except RolloutError as error:
+            refused[mode.name] = str(error).removeprefix(batch.name).lstrip(", ")
+    return refused
 
 
 def _computable(missing: dict[str, str]) -> list[str]:

@@ -16,6 +16,7 @@ from aggcli.config import ObjectiveConfig
 from aggcli.layout.views import LocalView
 from aggcli.measurement.catalogue import LENGTH_BINS
 from aggcli.measurement.tokens import TokenNumbers, token_numbers
+from aggcli.objective.step import WeightNames
 
 Key = tuple[str, ...]
 HELD: Key = ("held",)
@@ -28,12 +29,12 @@ TOLERANCE = 1e-6
 class MeasureConfig:
     """What is measured, the same on every rank.
 
-    `rules`: the aggregation rules compared; `metric_rule`: whose weights a rule's metrics use; `has_ratio`: ratios were
-    measured; `max_response_length`: tokens, what correct_length/p25 ... are quarters of.
+    `rules`: names of the aggregation rules compared; `weighing`: whose weights a rule's loss, KL, entropy and metrics take, by
+    its name; `has_ratio`: ratios were measured; `max_response_length`: tokens, what correct_length/p25 ... are quarters of.
     """
 
     rules: tuple[str, ...]
-    metric_rule: dict[str, str]
+    weighing: dict[str, WeightNames]
     objective: ObjectiveConfig
     has_ratio: bool
     correct_threshold: float
@@ -154,12 +155,11 @@ def _weighted_columns(
     sums: dict[Key, Tensor] = {}
     sizes: dict[Key, Tensor] = {}
     for rule in config.rules:
-        metric_rule = config.metric_rule[rule]
+        names = config.weighing[rule]
         for name in ("total_weight", *numbers.values):
-            of = rule if name in ("total_weight", "pg_loss") else metric_rule
-            sums[name, rule], sizes[name, rule] = summed(of, name)
+            sums[name, rule], sizes[name, rule] = summed(names.loss if name == "total_weight" else names.of(name), name)
         if "pg_loss" in numbers.values:
-            penalty_S, size_S = _penalties(view, config, metric_rule, numbers)
+            penalty_S, size_S = _penalties(view, config, names, numbers)
             sums["loss", rule], sizes["loss", rule] = sums["pg_loss", rule] + penalty_S, sizes["pg_loss", rule] + size_S
     return sums, sizes
 
@@ -171,7 +171,7 @@ def _with_size(view: LocalView, terms_T: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _penalties(
-    view: LocalView, config: MeasureConfig, metric_rule: str, numbers: TokenNumbers
+    view: LocalView, config: MeasureConfig, names: WeightNames, numbers: TokenNumbers
 ) -> tuple[Tensor | float, Tensor | float]:
     """kl_coef * kl_loss - entropy_coef * entropy_loss of each sample, and the sum of the absolute terms."""
     total: Tensor | float = 0.0
@@ -181,16 +181,17 @@ def _penalties(
         ("entropy_loss", -config.objective.entropy_coef),
     ):
         if name in numbers.values and (isinstance(coefficient, Tensor) or coefficient):
-            sum_S, size_S = _with_size(view, coefficient * view.weights[metric_rule] * numbers.values[name])
+            sum_S, size_S = _with_size(view, coefficient * view.weights[names.of(name)] * numbers.values[name])
             total, size = total + sum_S, size + size_S
     return total, size
 
 
 def _gradient(view: LocalView, config: MeasureConfig, rule: str, numbers: TokenNumbers) -> Tensor:
-    gradient_T = view.weights[rule] * numbers.slopes["pg_loss"]
+    names = config.weighing[rule]
+    gradient_T = view.weights[names.loss] * numbers.slopes["pg_loss"]
     kl_coef = view.tokens.get("kl_coef", config.objective.kl_coef)
     if "kl_loss" in numbers.slopes and (isinstance(kl_coef, Tensor) or kl_coef):
-        gradient_T = gradient_T + kl_coef * view.weights[config.metric_rule[rule]] * numbers.slopes["kl_loss"]
+        gradient_T = gradient_T + kl_coef * view.weights[names.kl] * numbers.slopes["kl_loss"]
     return gradient_T
 
 

@@ -39,7 +39,7 @@ def skipped(inputs: StepInputs) -> dict[str, str]:
 
 def notes_on_step(inputs: StepInputs, values: Mapping[str, Values], layouts: Sequence[LayoutReport]) -> list[str]:
     """Plain sentences about one step. `values`: the numbers of each rule."""
-    first = values[inputs.rules[0]]
+    first = values[inputs.names[0]]
     return [*_on_data(inputs, first), *_on_groups(inputs, first), *_on_loss(inputs, values), *_on_ranks(layouts)]
 
 
@@ -77,14 +77,14 @@ def _on_groups(inputs: StepInputs, values: Values) -> list[str]:
 
 def _on_loss(inputs: StepInputs, values: Mapping[str, Values]) -> list[str]:
     notes = []
-    for rule in inputs.rules:
+    for rule in inputs.names:
         loss, norm = values[rule].get("pg_loss"), values[rule].get("grad_norm")
         if loss is not None and abs(loss) < ZERO and norm and not values[rule].get("ratio_deviation"):
             notes.append(
                 f"pg_loss is 0 under {rule} but the gradient is not: with ratios of 1, advantages centred in each group cancel;"
                 " this is how a step starts, not a fault"
             )
-    if inputs.has_ratio and values[inputs.rules[0]].get("ratio_deviation") == 0:
+    if inputs.has_ratio and values[inputs.names[0]].get("ratio_deviation") == 0:
         notes.append("every ratio is exactly 1: clipfrac and KL are 0 because nothing was updated since sampling")
     return notes
 

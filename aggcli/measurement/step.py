@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from aggcli.config import ObjectiveConfig
 from aggcli.errors import RolloutError, some
 from aggcli.layout.schedule import Layout, Schedule
 from aggcli.layout.views import LocalView, cut
@@ -19,7 +18,7 @@ from aggcli.measurement.notes import notes_on_step, skipped
 from aggcli.measurement.reduce import combine, gradient_comparison, not_finite, rank_values, reduced_values, sizes
 from aggcli.measurement.report import TWIN, LayoutReport, RankReport, StepReport, Values
 from aggcli.measurement.samples import sample_columns, weight_of_samples
-from aggcli.objective.step import StepInputs, depends_on_layout, in_layout, why_it_depends
+from aggcli.objective.step import StepInputs, in_layout
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
 
 Processes = Callable[[Sequence[LocalView]], tuple[list[Partials], Partials]]
@@ -39,7 +38,6 @@ class Head:
 def report_step(
     head: Head,
     inputs: StepInputs,
-    objective: ObjectiveConfig,
     layouts: Sequence[tuple[Layout, Schedule]],
     measuring: MeasureConfig,
     groups: Values,
@@ -51,9 +49,9 @@ def report_step(
 
     Raises `RolloutError` where a number overflows.
     """
-    step, rules = inputs.step, inputs.rules
+    step, rules = inputs.step, inputs.names
     shared = groups | {"rollouts": int(is_first(step.rollout_S).sum()), "prompts": _count_groups(step)}
-    reports, total = _layout_reports(inputs, objective, layouts, measuring, shared, processes)
+    reports, total = _layout_reports(inputs, layouts, measuring, shared, processes)
     if bad := not_finite(total):
         raise RolloutError(
             f"{step.name}: {bad} overflows float64: a log-probability or an advantage is too large; mask it out or mend it"
@@ -64,8 +62,8 @@ def report_step(
         rule: recorded[0].values[rule] | shared | influence(step, inputs.weights[rule], measuring) | compared.get(rule, {})
         for rule in rules
     }
-    moving = [rule for rule in rules if depends_on_layout(rule)]
-    comparison = compare_layouts(reports, [rule for rule in rules if rule not in moving], moving)
+    moving = {rule.name: rule for rule in inputs.rules if inputs.moves(rule)}
+    comparison = compare_layouts(reports, [rule for rule in rules if rule not in moving], list(moving))
     return StepReport(
         step=head.step,
         source=head.source,
@@ -75,7 +73,7 @@ def report_step(
         comparison=comparison,
         advantages=head.advantages,
         empty=not bool(step.loss_mask_T.any()),
-        notes=[*head.notes, *notes_on_step(inputs, values, recorded), *_moving(comparison)],
+        notes=[*head.notes, *notes_on_step(inputs, values, recorded), *_moving(comparison, inputs)],
         skipped=skipped(inputs),
         samples=sample_columns(step, measuring.correct_threshold),
         weights={rule: weight_of_samples(step, inputs.weights[rule]) for rule in rules},
@@ -84,7 +82,6 @@ def report_step(
 
 def _layout_reports(
     inputs: StepInputs,
-    objective: ObjectiveConfig,
     layouts: Sequence[tuple[Layout, Schedule]],
     measuring: MeasureConfig,
     shared: Values,
@@ -94,7 +91,7 @@ def _layout_reports(
     reports: list[LayoutReport] = []
     totals: list[Partials] = []
     for at, (layout, schedule) in enumerate(layouts):
-        weights = in_layout(inputs, objective, schedule).weights
+        weights = in_layout(inputs, schedule).weights
         views = cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=weights)
         measured: list[tuple[str, list[Partials], Partials]] = []
         if at == 0 and processes is not None:
@@ -107,10 +104,11 @@ def _layout_reports(
     return reports, totals[0]
 
 
-def _moving(comparison: LayoutComparison) -> list[str]:
+def _moving(comparison: LayoutComparison, inputs: StepInputs) -> list[str]:
     """A note for each rule whose numbers move with the layout, as it is made to: by how much, and why."""
     most = [found for found in comparison.moving.values() if found is not None and found.share > ROUNDING]
-    return [moved(difference, why_it_depends(difference.rule)) for difference in most]
+    why = {rule.name: inputs.why_it_moves(rule) for rule in inputs.rules if inputs.moves(rule)}
+    return [moved(difference, why[difference.rule]) for difference in most]
 
 
 def _layout_report(
@@ -122,7 +120,7 @@ def _layout_report(
     inputs: StepInputs,
     shared: Values,
 ) -> LayoutReport:
-    rules = inputs.rules
+    rules = inputs.names
     ranks = []
     misplaced = _not_once(schedule, inputs.step.num_samples)
     for rank, partition in enumerate(schedule.partitions):

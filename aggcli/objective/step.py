@@ -3,41 +3,115 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from aggcli.config import MODES, ObjectiveConfig
+from aggcli.config import ObjectiveConfig
 from aggcli.errors import RolloutError
 from aggcli.layout.schedule import Schedule
 from aggcli.objective.advantages import group_advantages
-from aggcli.objective.aggregation import step_denominators, token_weights
-from aggcli.objective.presets.facts import why_it_varies
-from aggcli.objective.presets.registry import find_rule
-from aggcli.objective.presets.weights import preset_weights
 from aggcli.objective.reducer import Reducer, reducer_weights
-from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
+from aggcli.objective.weights import masked_weights
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
+from aggcli.rules import CUSTOM, SAMPLE_MEAN, TOKEN_MEAN, Rule, names_of
 
-CUSTOM = "custom"
-"""The name of the rule that a custom reducer makes."""
+
+@dataclass(frozen=True)
+class Weighing:
+    """Which weights each kind of per-token number takes under one rule: the policy loss, the KL and the entropy (both as terms
+    of the loss and as metrics), and the other metrics."""
+
+    loss: Rule
+    metrics: Rule
+    kl: Rule
+    entropy: Rule
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return tuple(dict.fromkeys((self.loss, self.metrics, self.kl, self.entropy)))
+
+    @property
+    def names(self) -> WeightNames:
+        return WeightNames(self.loss.name, self.metrics.name, self.kl.name, self.entropy.name)
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """The names of the weights that each kind of number takes under one rule."""
+
+    loss: str
+    metrics: str
+    kl: str
+    entropy: str
+
+    def of(self, metric: str) -> str:
+        """Whose weights a per-token metric takes."""
+        return {"pg_loss": self.loss, "kl_loss": self.kl, "entropy_loss": self.entropy}.get(metric, self.metrics)
+
+
+def weighing_of(rule: Rule, objective: ObjectiveConfig) -> Weighing:
+    """pg_clipfrac and the like keep the sample mean so that they compare across modes; token_mean is per token everywhere;
+    `matched` makes them follow the loss. The KL and entropy of this project's modes follow the metrics, those of a framework's
+    rule what that framework does.
+    """
+    follows = objective.metric_aggregation == "matched" or rule.metrics == "its own weights"
+    per_token = rule == CUSTOM and objective.calculate_per_token_loss
+    metrics = rule if follows else TOKEN_MEAN if per_token else SAMPLE_MEAN
+    kl, entropy = (
+        rule if term == "its own weights" else metrics if term == "the metrics' weights" else term
+        for term in (rule.kl_term, rule.entropy_term)
+    )
+    return Weighing(rule, metrics, kl, entropy)
 
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
     """`tokens`: flat [T] arrays by name (`loss_mask`, `log_probs`, `advantages`, ...); a missing one is absent.
 
-    `weights`: float64 [T] by rule, for the rules compared and those that the metrics use; `rules`: the rules compared, in
-    order; `metric_rule`: whose weights a rule's metrics use. `has_ratio`: two log-probability streams were there, so ratios
-    are measured, not assumed to be 1.
+    `rules`: the rules compared, in order; `weights`: float64 [T] by the rule's name, for the rules compared and those that
+    weigh their metrics, KL and entropy (`weighing`, by the name of the compared rule). `has_ratio`: two log-probability
+    streams were there, so ratios are measured, not assumed to be 1.
     """
 
     step: RolloutBatch
     tokens: dict[str, Tensor]
     weights: dict[str, Tensor]
-    rules: tuple[str, ...]
-    metric_rule: dict[str, str]
+    rules: tuple[Rule, ...]
+    weighing: dict[str, Weighing]
     has_ratio: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the compared rules are called, in order."""
+        return names_of(self.rules)
+
+    @property
+    def weight_names(self) -> dict[str, WeightNames]:
+        """Whose weights the numbers of each compared rule take, by its name."""
+        return {name: one.names for name, one in self.weighing.items()}
+
+    def moves(self, rule: Rule) -> bool:
+        """Whether a layout can change a number of this step under the rule: its loss, or a KL or entropy that the step has."""
+        return any(used.depends_on_layout for used in self._used(rule))
+
+    def why_it_moves(self, rule: Rule) -> str:
+        """In words: why a layout can change a number under the rule."""
+        used = next(used for used in self._used(rule) if used.depends_on_layout)
+        of = "" if used == rule else "of its KL or entropy term: "
+        return of + used.why_it_depends()
+
+    def _used(self, rule: Rule) -> list[Rule]:
+        weighing = self.weighing[rule.name]
+        has_kl, has_entropy = "ref_log_probs" in self.tokens, "entropy" in self.tokens
+        return [
+            weighing.loss,
+            weighing.metrics,
+            *([weighing.kl] if has_kl else []),
+            *([weighing.entropy] if has_entropy else []),
+        ]
 
 
 def with_advantages(batch: RolloutBatch, objective: ObjectiveConfig) -> tuple[Tensor | None, str]:
@@ -65,7 +139,7 @@ def with_advantages(batch: RolloutBatch, objective: ObjectiveConfig) -> tuple[Te
 def step_inputs(
     step: RolloutBatch,
     objective: ObjectiveConfig,
-    modes: tuple[str, ...],
+    rules: Sequence[Rule],
     dtype: torch.dtype,
     reducer: Reducer | None = None,
     schedule: Schedule | None = None,
@@ -73,8 +147,8 @@ def step_inputs(
     """Per-token inputs and weights of one optimizer step, whose `advantages_T` are already set (or None).
 
     `schedule`: the layout in force, which other frameworks' rules may depend on; default: the step in one piece.
-    With `reducer`, the rule `custom` is added to `modes`. Raises `RolloutError` naming a sample without group_index under
-    prompt_mean, and when a KL or entropy coefficient has nothing to act on.
+    With `reducer`, the rule `custom` is added to `rules`. Raises `RolloutError` naming a sample without group_index under a
+    rule that counts prompts, and when a KL or entropy coefficient has nothing to act on.
     """
     if objective.kl_coef and (step.ref_log_probs_T is None or step.log_probs_T is None):
         lacks = "ref_log_probs" if step.ref_log_probs_T is None else "log_probs"
@@ -84,64 +158,30 @@ def step_inputs(
     if objective.entropy_coef and step.entropy_T is None:
         raise RolloutError(f"{step.name}: --entropy-coef {objective.entropy_coef:g} needs entropy, which the file lacks")
     tokens, has_ratio = _streams(step)
-    rules = (*modes, CUSTOM) if reducer is not None else modes
-    metric_rule = {rule: metric_rule_of(rule, objective) for rule in rules}
+    compared = (*rules, CUSTOM) if reducer is not None else tuple(rules)
+    weighing = {rule.name: weighing_of(rule, objective) for rule in compared}
     if has_ratio:
         _check_ratio(step, tokens, dtype)
-    needed = dict.fromkeys((*rules, *metric_rule.values()))
-    denominators = step_denominators(step, prompt_sums="prompt_mean" in needed)
-    weights = {rule: token_weights(rule, step, denominators, objective) for rule in needed if rule in MODES}
-    for rule in needed:
-        if rule != CUSTOM and rule not in MODES:
-            weights[rule] = weights_elsewhere(rule, step, objective, schedule or in_one_piece(step))
+    needed = dict.fromkeys(used for one in weighing.values() for used in one.rules)
+    schedules = None if schedule is None else [schedule]
+    weights = {rule.name: masked_weights(rule, step, schedules) for rule in needed if rule != CUSTOM}
     if reducer is not None:
-        weights[CUSTOM] = _custom_weights(reducer, step, objective, denominators["num_rollouts"])
+        weights[CUSTOM.name] = _custom_weights(reducer, step, objective)
     return StepInputs(
         step,
         {name: value if value.dtype == torch.bool else value.to(dtype) for name, value in tokens.items()},
         weights,
-        rules,
-        metric_rule,
+        compared,
+        weighing,
         has_ratio,
     )
 
 
-def in_one_piece(step: RolloutBatch) -> Schedule:
-    """The layout of one rank that takes the whole step as one micro-batch."""
-    whole = tuple(range(step.num_samples))
-    return Schedule((whole,), ((whole,),))
-
-
-def depends_on_layout(rule: str) -> bool:
-    """Whether a layout can change the weights of the rule; never those of a mode or a custom reducer called on the step."""
-    return rule not in (*MODES, CUSTOM) and find_rule(rule).preset.depends_on_layout
-
-
-def why_it_depends(rule: str) -> str:
-    """In words: why the loss of a rule that depends on the layout does."""
-    return why_it_varies(find_rule(rule).preset) or "it is exact for equal micro-batches and ranks only"
-
-
-def in_layout(inputs: StepInputs, objective: ObjectiveConfig, schedule: Schedule) -> StepInputs:
+def in_layout(inputs: StepInputs, schedule: Schedule) -> StepInputs:
     """The inputs with the weights that rules have under another layout. Raises `RolloutError` for one that divides 0 by 0."""
-    moved = {
-        rule: weights_elsewhere(rule, inputs.step, objective, schedule) for rule in inputs.rules if depends_on_layout(rule)
-    }
+    used = dict.fromkeys(used for one in inputs.weighing.values() for used in one.rules if used.depends_on_layout)
+    moved = {rule.name: masked_weights(rule, inputs.step, [schedule]) for rule in used}
     return replace(inputs, weights=inputs.weights | moved) if moved else inputs
-
-
-def weights_elsewhere(rule: str, step: RolloutBatch, objective: ObjectiveConfig, schedule: Schedule) -> Tensor:
-    """The weights [T] of a framework's rule, or of a mode counted in less than the step, under a layout; 0 where the loss mask
-    is 0. Raises `RolloutError` where the rule divides 0 by 0.
-    """
-    preset = find_rule(rule, prompt_mean_scale=objective.prompt_mean_scale).preset
-    weight_T = preset_weights(preset, step, schedule, divisor=objective.loss_aggregation_divisor)
-    if torch.isnan(weight_T).any():
-        raise RolloutError(
-            f"{step.name}: {rule} divides 0 by 0, since a piece of this step is fully masked under one of the layouts; leave"
-            " that layout out with --layouts, or audit the rule"
-        )
-    return torch.where(step.loss_mask_T, weight_T, 0.0)
 
 
 def _streams(step: RolloutBatch) -> tuple[dict[str, Tensor], bool]:
@@ -174,17 +214,8 @@ def _check_ratio(step: RolloutBatch, tokens: dict[str, Tensor], dtype: torch.dty
         )
 
 
-def metric_rule_of(rule: str, objective: ObjectiveConfig) -> str:
-    """pg_clipfrac, KL and entropy keep the sample mean so that they compare across modes; token_mean is per token
-    everywhere; `matched` makes them follow the loss."""
-    if objective.metric_aggregation == "matched" or rule == "token_mean":
-        return rule
-    return "token_mean" if rule == CUSTOM and objective.calculate_per_token_loss else "sample_mean"
-
-
-def _custom_weights(reducer: Reducer, step: RolloutBatch, objective: ObjectiveConfig, num_rollouts_S: Tensor) -> Tensor:
+def _custom_weights(reducer: Reducer, step: RolloutBatch, objective: ObjectiveConfig) -> Tensor:
     weight_T = reducer_weights(reducer, step, calculate_per_token_loss=objective.calculate_per_token_loss)
     if objective.custom_reducer_scale == "rollouts":
-        rollouts_T = torch.repeat_interleave(num_rollouts_S, step.response_length_S, output_size=weight_T.numel())
-        return weight_T / rollouts_T
+        return weight_T / int(is_first(step.rollout_S).sum())
     return weight_T

@@ -21,7 +21,14 @@ def audit_tables(head: Mapping[str, Any], steps: Sequence[Step]) -> list[Table |
     if shown:
         parts += [_table(steps, shown, head)]
     parts += [
-        Text(text + "\n") for text in (*_answer(head, steps, shown), *_reasons(steps, shown), *_findings(head), *_notes(steps))
+        Text(text + "\n")
+        for text in (
+            *_answer(head, steps, shown),
+            *_reasons(steps, shown),
+            *_not_evaluated(steps, shown),
+            *_findings(head),
+            *_notes(steps),
+        )
     ]
     left_out = _not_computed(steps, rules)
     return [*parts, *([Text(left_out)] if left_out else [])]
@@ -52,7 +59,7 @@ def _table(steps: Sequence[Step], rules: Sequence[str], head: Mapping[str, Any])
         )
     table.caption = (
         f"eff. lr: norm of the gradient over {head['baseline']}'s, and cosine: with it, under the reference layout; change: the"
-        " largest relative change of a token's weight under any other"
+        " largest change of a token's weight, relative to it, under any other that the rule was evaluated under"
     )
     table.caption_justify = "left"
     return table
@@ -69,7 +76,7 @@ def _change(found: Sequence[Mapping[str, Any]]) -> str:
 
 def _verdict(found: Sequence[Mapping[str, Any]]) -> str:
     verdicts = [report["verdict"] for report in found]
-    return next((v for v in ("not finite", "varies", "invariant") if v in verdicts), "not computed")
+    return next((v for v in ("not finite", "varies", "not compared", "invariant") if v in verdicts), "not computed")
 
 
 def _answer(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[str]) -> list[str]:
@@ -79,15 +86,21 @@ def _answer(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[str]
     varies = [rule for rule in rules if _verdict(_of(steps, rule)) == "varies"]
     ratios = {rule: _mean(report["effective_lr"] for report in _of(steps, rule)) for rule in rules}
     known = {rule: ratio for rule, ratio in ratios.items() if ratio is not None}
-    lines = ["Would this run's loss have been another number?"]
-    own = f"{'yes' if head['baseline'] in varies else 'no'} under {head['baseline']}"
-    others = f", yes under {len(varies)} of {len(rules)} rules" if varies else ", nor under any other rule"
-    lines.append(f"  under another layout: {own}{others}")
+    lines = ["Would a different layout or rule have changed this loss?"]
+    compared = [rule for rule in rules if _verdict(_of(steps, rule)) != "not compared"]
+    if compared:
+        own = "not compared" if head["baseline"] not in compared else "yes" if head["baseline"] in varies else "no"
+        lines.append(
+            f"  another of these layouts: {own} under {head['baseline']}; yes under {len(varies)} of the {len(compared)}"
+            f" rule{'' if len(compared) == 1 else 's'} compared"
+        )
+    else:
+        lines.append("  another layout: no rule was evaluated under two layouts")
     if known:
         low, high = min(known, key=lambda rule: known[rule]), max(known, key=lambda rule: known[rule])
         same = all(abs(known[rule] - 1) < 1e-9 for rule in (low, high))
         lines.append(
-            f"  under another rule: {'not by its size' if same else 'yes'}; the effective learning rate would have been"
+            f"  another rule: {'not by its size' if same else 'yes'}; the effective learning rate would have been"
             f" {known[low]:.4g} ({low}) to {known[high]:.4g} ({high}) times that of {head['baseline']}"
         )
     return ["\n".join(lines)]
@@ -114,6 +127,17 @@ def _reasons(steps: Sequence[Step], rules: Sequence[str]) -> Iterable[str]:
         if report["counterexample"]:
             lines.append(f"  smallest: {report['counterexample']['text']}")
         yield "\n".join(lines)
+
+
+def _not_evaluated(steps: Sequence[Step], rules: Sequence[str]) -> Iterable[str]:
+    """Which layouts a rule was left out of, so that nothing is said of it there."""
+    groups: dict[str, list[str]] = {}
+    for rule in rules:
+        skipped = dict.fromkeys(layout for report in _of(steps, rule) for layout in report["skipped"])
+        if skipped:
+            groups.setdefault(", ".join(skipped), []).append(rule)
+    for layouts, named in groups.items():
+        yield f"not evaluated under {layouts}, which the framework cannot represent: {', '.join(named)}"
 
 
 def _findings(head: Mapping[str, Any]) -> Iterable[str]:

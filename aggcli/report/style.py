@@ -26,12 +26,13 @@ from matplotlib.ticker import MaxNLocator
 
 from aggcli.errors import RecordError
 from aggcli.measurement.catalogue import describe
+from aggcli.rules import MODES, names_of
 
-MODE_COLOURS = {"sample_mean": "#0072B2", "prompt_mean": "#D55E00", "token_mean": "#009E73", "constant": "#CC79A7"}
-MODE_MARKERS = {"sample_mean": "o", "prompt_mean": "s", "token_mean": "^", "constant": "D"}
+MODE_COLOURS = dict(zip(names_of(MODES), ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=False))
+MODE_MARKERS = dict(zip(names_of(MODES), ("o", "s", "^", "D"), strict=False))
 OTHER_COLOURS = ("#000000", "#56B4E9", "#E69F00", "#332288", "#882255", "#999933", "#44AA99", "#777777")
 OTHER_MARKERS = ("P", "X", "v", "<", ">", "p", "h", "d", "*")
-"""Any other rule, such as a preset or a custom reducer: 72 of them differ in (colour, marker)."""
+"""Any other rule, such as a framework's or a custom reducer: 72 of them differ in (colour, marker)."""
 SCOPE_LINES = {"step": "-", "rank": "--", "micro-batch": ":"}
 """The line of a number by the scope that it was counted in."""
 DASHES: tuple[Any, ...] = (

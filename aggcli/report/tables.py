@@ -12,6 +12,7 @@ from rich.text import Text
 
 from aggcli.measurement.catalogue import describe, names
 from aggcli.measurement.words import plural
+from aggcli.rules import recorded_rule
 
 Step = Mapping[str, Any]
 _NEGLIGIBLE = 1e-12
@@ -90,10 +91,9 @@ def _headline(head: Mapping[str, Any], steps: Sequence[Step]) -> Text:
         f"advantages: {_one_of(step['advantages'] for step in steps)}",
         f"clip: {settings['eps_clip']:g} below, {high:g} above",
     ]
-    if "constant" in head["modes"]:
-        parts.append(f"constant divides by: {head['divisor']:g} tokens")
-    if "prompt_mean" in head["modes"]:
-        parts.append(f"prompt_mean scale: {settings['prompt_mean_scale']}")
+    rules = [rule for rule in map(recorded_rule, head["modes"]) if rule is not None]
+    parts += [f"{rule.name} divides by: {head['divisor']:g} tokens" for rule in rules if rule.takes_divisor and head["divisor"]]
+    parts += [f"{rule.name} scale: {settings['prompt_mean_scale']}" for rule in rules if rule.reads("prompt_mean_scale")]
     if settings["kl_coef"]:
         parts.append(f"kl_coef: {settings['kl_coef']:g} ({settings['kl_estimator']})")
     if settings["metric_aggregation"] == "matched":

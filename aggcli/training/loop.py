@@ -91,8 +91,8 @@ class Trainer:
     def _optimizer_steps(self, rollouts: Rollouts) -> Iterator[tuple[int, list[RunReport]]]:
         """Every optimizer step of a rollout batch: its parts, as often as --num-iterations says."""
         parts = optimizer_step_positions(rollouts.batch, len(self.runs), self.config.layout.global_batch_size)
-        if any(run.mode == "prompt_mean" for run in self.runs):
-            need_whole_groups(rollouts.batch, [Part("", positions.tolist()) for positions in parts])
+        for rule in [run.rule for run in self.runs if run.rule.needs_groups][:1]:
+            need_whole_groups(rollouts.batch, [Part("", positions.tolist()) for positions in parts], rule)
         groups = self.reporter.groups(rollouts.batch, len(self.runs)) if self.world.is_root else []
         several = len(parts) * self.config.training.num_iterations > 1
         old_T = self._log_probs(self.weights.parameters, rollouts) if several else None

@@ -17,14 +17,16 @@ from aggcli.measurement.groups import group_values
 from aggcli.measurement.local import Contributions, MeasureConfig, Partials, contributions, per_cell
 from aggcli.measurement.reduce import combine, rank_values, reduced_values
 from aggcli.measurement.report import Values
-from aggcli.objective.step import depends_on_layout
+from aggcli.objective.step import WeightNames, weighing_of
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 from aggcli.training.stack import RunSpec
-from aggcli.training.step import Gradient, StepTokens, rule_weights
+from aggcli.training.step import Gradient, StepTokens, stack_weights
 
 IN_FORCE = "in force"
 """The rule of a stack: every run's own mode, by its own weights."""
 METRICS = "metrics"
+KL = "kl"
+ENTROPY = "entropy"
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,18 @@ class Reporter:
         in_force: Contributions,
     ) -> Contributions:
         """The columns under a layout: those in force, unless a run's rule has other weights there."""
-        rules = [run.mode for run in runs]
-        if not any(depends_on_layout(rule) for rule in rules):
+        if not any(map(_moves, runs)):
             return in_force
-        moved = dataclasses.replace(given, loss_weight_T=rule_weights(step, runs, rules, layout))
+        loss_T, metric_T, kl_T, entropy_T = stack_weights(step, runs, layout)
+        moved = dataclasses.replace(
+            given, loss_weight_T=loss_T, metric_weight_T=metric_T, kl_weight_T=kl_T, entropy_weight_T=entropy_T
+        )
         return self._contributions(step, moved, found, self._measuring())
 
     def _measuring(self) -> MeasureConfig:
         return MeasureConfig(
             (IN_FORCE,),
-            {IN_FORCE: METRICS},
+            {IN_FORCE: WeightNames(IN_FORCE, METRICS, KL, ENTROPY)},
             self.config.objective,
             True,
             self.config.correct_threshold,
@@ -123,7 +127,12 @@ class Reporter:
                 "trainer_log_probs": tokens["old_log_probs"],
                 "rollout_log_probs": step.rollout_log_probs_T.double(),
             }
-        weights = {IN_FORCE: given.loss_weight_T.double(), METRICS: given.metric_weight_T.double()}
+        weights = {
+            IN_FORCE: given.loss_weight_T.double(),
+            METRICS: given.metric_weight_T.double(),
+            KL: given.kl_weight_T.double(),
+            ENTROPY: given.entropy_weight_T.double(),
+        }
         return contributions(whole(step, tokens=tokens, weights=weights), measuring)
 
     def _layout_lines(
@@ -180,9 +189,14 @@ def _without(names: Sequence[str], line: Mapping[str, Any]) -> dict[str, Any]:
     return kept if "ranks" not in kept else {**kept, "ranks": [_without(names, rank) for rank in kept["ranks"]]}
 
 
+def _moves(run: RunSpec) -> bool:
+    """Whether a layout can change a number of the run."""
+    return any(rule.depends_on_layout for rule in weighing_of(run.rule, run.objective).rules)
+
+
 def deviation(report: RunReport) -> float:
     """The largest relative difference of pg_loss between the layouts of a report; 0 for a rule that is made to move."""
-    if depends_on_layout(report.run.mode):
+    if _moves(report.run):
         return 0.0
     losses = [line["pg_loss"] for line in report.layouts if line.get("pg_loss") is not None]
     scale = max([abs(loss) for loss in losses] + [report.values.get("total_weight") or 0.0], default=0.0)

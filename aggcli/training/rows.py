@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aggcli.config import LayoutConfig
-from aggcli.layout.schedule import Layout, parse_layout, schedule_step, split_rollouts
+from aggcli.layout.schedule import Layout, Schedule, parse_layout, schedule_step, split_rollouts
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.world import World
 
@@ -27,15 +27,22 @@ def rows_of_rank(step: RolloutBatch, runs: int, layout: Layout, world: World) ->
     Micro-batch m of the rank holds micro-batch m of every run.
     """
     dp_rank = world.rank // layout.cp
-    lengths = step.total_length_S.tolist()
     per_run: list[list[list[int]]] = []
-    for run in range(runs):
-        samples = (step.run_S == run).nonzero().flatten().tolist()
-        schedule = schedule_step(layout, [lengths[sample] for sample in samples])
+    for schedule, samples in schedules_of_runs(step, runs, layout):
         partition = schedule.partitions[dp_rank]
         per_run.append([[samples[partition[at]] for at in part] for part in schedule.micro_batches[dp_rank]])
     most = max(len(micro_batches) for micro_batches in per_run)
     return [_matrix([parts[m] if m < len(parts) else [] for parts in per_run]) for m in range(most)]
+
+
+def schedules_of_runs(step: RolloutBatch, runs: int, layout: Layout) -> list[tuple[Schedule, list[int]]]:
+    """How the layout deals each run's share of the step, and the positions in the step of that run's samples."""
+    lengths = step.total_length_S.tolist()
+    found = []
+    for run in range(runs):
+        samples = (step.run_S == run).nonzero().flatten().tolist()
+        found.append((schedule_step(layout, [lengths[sample] for sample in samples]), samples))
+    return found
 
 
 def _matrix(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aggcli.config import ObjectiveConfig, TrainingConfig
 from aggcli.policy.transformer import Parameters
+from aggcli.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,19 @@ class RunSpec:
 
     name: str
     """Where its records go, relative to the results directory."""
-    mode: str
     seed: int
     objective: ObjectiveConfig
     lr: float
+
+    @property
+    def rule(self) -> Rule:
+        """How its policy loss is aggregated."""
+        return self.objective.loss_aggregation
+
+    @property
+    def mode(self) -> str:
+        """What that rule is called."""
+        return self.rule.name
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aggcli.config import MODES, ObjectiveConfig
-from aggcli.layout.schedule import Layout, schedule_step
-from aggcli.objective.aggregation import aggregate, sample_weights, spread, step_denominators
+from aggcli.config import ObjectiveConfig
+from aggcli.layout.schedule import Layout
 from aggcli.objective.policy_loss import kl_terms, policy_terms
-from aggcli.objective.step import metric_rule_of, weights_elsewhere
+from aggcli.objective.step import weighing_of
+from aggcli.objective.weights import aggregate, need_no_nan, rule_weights
 from aggcli.policy.groups import groups_of
 from aggcli.policy.transformer import Parameters, run_of
 from aggcli.rollouts.batch import RolloutBatch
+from aggcli.rules import Rule
+from aggcli.training.rows import schedules_of_runs
 from aggcli.training.stack import RunSpec
 from aggcli.world import World
 
@@ -33,11 +35,13 @@ in nats, and which of them this context-parallel rank has computed (None: all)."
 
 @dataclass(frozen=True, eq=False)
 class StepTokens:
-    """Everything a token of the step needs, flat [T]: loss and metric weights, advantages, clip range and coefficients of its
-    run, and the log-probabilities of the other policies where there are any."""
+    """Everything a token of the step needs, flat [T]: the weights of its loss, metrics, KL and entropy, advantages, clip range
+    and coefficients of its run, and the log-probabilities of the other policies where there are any."""
 
     loss_weight_T: Tensor
     metric_weight_T: Tensor
+    kl_weight_T: Tensor
+    entropy_weight_T: Tensor
     advantages_T: Tensor
     clip_low_T: Tensor
     clip_high_T: Tensor
@@ -55,11 +59,6 @@ class Gradient:
     entropy_T: Tensor
 
 
-def metric_mode(run: RunSpec) -> str:
-    """Whose weights the metrics (and the KL and entropy terms) of a run use."""
-    return metric_rule_of(run.mode, run.objective)
-
-
 def step_tokens(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout, dtype: torch.dtype) -> StepTokens:
     """Weights and settings of every token of one optimizer step, each run by its own rule, before anything is cut.
 
@@ -71,9 +70,12 @@ def step_tokens(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout, dty
         return torch.repeat_interleave(value_R[step.run_S], step.response_length_S)
 
     assert step.advantages_T is not None
+    loss_T, metric_T, kl_T, entropy_T = (weight_T.to(dtype) for weight_T in stack_weights(step, runs, layout))
     return StepTokens(
-        rule_weights(step, runs, [run.mode for run in runs], layout).to(dtype),
-        rule_weights(step, runs, [metric_mode(run) for run in runs], layout).to(dtype),
+        loss_T,
+        metric_T,
+        kl_T,
+        entropy_T,
         step.advantages_T.to(dtype),
         of_run(lambda objective: objective.clip_range[0]),
         of_run(lambda objective: objective.clip_range[1]),
@@ -81,29 +83,31 @@ def step_tokens(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout, dty
     )
 
 
-def rule_weights(step: RolloutBatch, runs: Sequence[RunSpec], rules: Sequence[str], layout: Layout) -> Tensor:
-    """The weight of every token [T], each run of the stack by its own of the `rules`, under a layout; float64."""
-    counts = step_denominators(step, prompt_sums="prompt_mean" in rules)
-    weight_S = torch.zeros(step.num_samples, dtype=torch.float64)
-    elsewhere = []
-    for at, (run, rule) in enumerate(zip(runs, rules, strict=True)):
-        mine_S = step.run_S == at
-        if rule not in MODES:
-            elsewhere.append((run, rule, mine_S))
-            continue
-        weight_S[mine_S] = sample_weights(
-            rule,
-            {name: count_S[mine_S] for name, count_S in counts.items()},
-            divisor=run.objective.loss_aggregation_divisor,
-            prompt_mean_scale=run.objective.prompt_mean_scale,
-        )
-    weight_T = spread(weight_S, step)
-    for run, rule, mine_S in elsewhere:
-        own = step.select(mine_S.nonzero().flatten())
-        schedule = schedule_step(layout, own.total_length_S.tolist())
-        mine_T = torch.repeat_interleave(mine_S, step.response_length_S)
-        weight_T[mine_T] = weights_elsewhere(rule, own, run.objective, schedule)
-    return weight_T
+def stack_weights(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout) -> list[Tensor]:
+    """The weights of the policy loss, of the metrics, of the KL and of the entropy at every token, each run of the stack by its
+    own rule under a layout; float64 [T] each. Raises `RolloutError` where a run's rule divides 0 by 0."""
+    weighing = [weighing_of(run.rule, run.objective) for run in runs]
+    schedules = None
+    if any(rule.depends_on_layout for one in weighing for rule in one.rules):
+        schedules = [schedule for schedule, _ in schedules_of_runs(step, len(runs), layout)]
+    run_T = torch.repeat_interleave(step.run_S, step.response_length_S)
+    by_rule: dict[Rule, Tensor] = {}
+    by_rules: dict[tuple[Rule, ...], Tensor] = {}
+
+    def of_runs(rules: tuple[Rule, ...]) -> Tensor:
+        if rules not in by_rules:
+            weight_T = torch.zeros(step.loss_mask_T.numel(), dtype=torch.float64)
+            for rule in dict.fromkeys(rules):
+                if rule not in by_rule:
+                    by_rule[rule] = rule_weights(rule, step, schedules)
+                mine_T = torch.tensor([used == rule for used in rules])[run_T]
+                weight_T = torch.where(mine_T, by_rule[rule], weight_T)
+                need_no_nan(weight_T, rule, step)
+            by_rules[rules] = torch.where(step.loss_mask_T, weight_T, 0.0)
+        return by_rules[rules]
+
+    kinds = zip(*((one.loss, one.metrics, one.kl, one.entropy) for one in weighing), strict=True)
+    return [of_runs(rules) for rules in kinds]
 
 
 def step_gradient(
@@ -175,13 +179,14 @@ def _loss(
         clip_range=(given.clip_low_T[at].to(device), given.clip_high_T[at].to(device)),
     )
     loss = aggregate(terms.pg_loss_T, given.loss_weight_T[at].to(device))
-    metric_weight_T = given.metric_weight_T[at].to(device)
     if given.ref_log_probs_T is not None:
         ratio_T = terms.ratio_T if objective.kl_unbiased else None
         kl_T = kl_terms(own_T, given.ref_log_probs_T[at].to(device, own_T.dtype), mask_T, objective.kl_estimator, ratio_T)
-        loss = loss + torch.dot(metric_weight_T * given.kl_coef_T[at].to(device), kl_T)
+        loss = loss + torch.dot((given.kl_weight_T[at] * given.kl_coef_T[at]).to(device), kl_T)
     if objective.entropy_coef:
-        loss = loss - objective.entropy_coef * torch.dot(metric_weight_T, torch.where(mask_T, entropy_T, 0.0))
+        loss = loss - objective.entropy_coef * torch.dot(
+            given.entropy_weight_T[at].to(device), torch.where(mask_T, entropy_T, 0.0)
+        )
     return loss
 
 

@@ -1,11 +1,11 @@
-"""TRL and ms-swift as shipped, as facts. Source: their code at the commits named; see `Preset.evidence`."""
+"""TRL and ms-swift as shipped, as facts. Source: their code at the commits named; see `Rule.evidence`."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from aggcli.objective.presets.facts import Denominator as By
-from aggcli.objective.presets.facts import Evidence, Preset
+from aggcli.rules.rule import Denominator as By
+from aggcli.rules.rule import Evidence, Rule
 
 _ROWS_OF_MB = By("samples", "micro-batch")
 _TRL_VERSION = "1.16.0; f2cd5771 (2026-07-24)"
@@ -54,8 +54,19 @@ _TRL_MODES: tuple[_Row, ...] = (
         ("needs importance_sampling_level=sequence: one loss per row, times its length", "constant with L = 1"),
     ),
 )
+_ENTROPY = Rule(
+    "trl:entropy-bonus",
+    "entropy_coef",
+    _TRL_VERSION,
+    "code",
+    "1/GA sum_mb [ sum h_t / T_mb ]",
+    (By("tokens", "micro-batch", floor=1),),
+    micro_batches="mean",
+    ranks="mean",
+)
+"""How TRL aggregates its entropy bonus under every loss_type but dapo: not a rule for pg_loss."""
 _TRL = tuple(
-    Preset(
+    Rule(
         f"trl:{name}",
         f"loss_type={name}",
         _TRL_VERSION,
@@ -67,6 +78,8 @@ _TRL = tuple(
         layouts="any" if name == "dapo" else "equal micro-batches",
         divisor_is="max_completion_length" if name == "dr_grpo" else "",
         context_parallel="unverified",
+        entropy_term="its own weights" if name == "dapo" else _ENTROPY,
+        terms_evidence="code",
         mode=mode,
         is_default=name == "dapo",
         traps=traps,
@@ -75,21 +88,23 @@ _TRL = tuple(
 )
 _SWIFT = tuple(
     dataclasses.replace(
-        preset,
-        name=preset.name.replace("trl", "ms-swift"),
+        rule,
+        name=rule.name.replace("trl", "ms-swift"),
         version="3602360a (2026-08-22)",
         evidence="code",
-        formula="sum_t l_t / (T * GA)" if preset.is_default else preset.formula,
-        divides_by_accumulation_again=preset.is_default,
-        is_default=preset.name == "trl:grpo",
+        entropy_term="its own weights",
+        terms_evidence="unverified",
+        formula="sum_t l_t / (T * GA)" if rule.is_default else rule.formula,
+        divides_by_accumulation_again=rule.is_default,
+        is_default=rule.name == "trl:grpo",
         layouts="equal micro-batches",
         traps=("overlong_filter masks after T was counted: filtered tokens stay in T", "issue #10117 (open)")
-        if preset.is_default
-        else preset.traps,
+        if rule.is_default
+        else rule.traps,
         unverified="the Megatron backend looks under-scaled the same way (derived, not run)",
     )
-    for preset in _TRL
-    if preset.name != "trl:luspo"
+    for rule in _TRL
+    if rule.name != "trl:luspo"
 )
 
 TRL_SWIFT = (*_TRL, *_SWIFT)

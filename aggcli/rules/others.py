@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from aggcli.objective.presets.facts import Denominator as By
-from aggcli.objective.presets.facts import Preset
+from aggcli.rules.rule import Denominator as By
+from aggcli.rules.rule import Rule
 
 _ROLL_VERSION = "8eb27cc2 (2026-08-18)"
 _ROLL_ROWS = By("samples", masked="left out", epsilon=1e-8)
 _ROLL = (
-    Preset(
+    Rule(
         "roll:seq-mean-token-mean",
         "loss_agg_mode=seq-mean-token-mean",
         _ROLL_VERSION,
@@ -20,7 +20,7 @@ _ROLL = (
         traps=("its documentation names seq-mean-token-sum as the default",),
         unverified="the epsilon inside its masked mean was not checked; 0 here",
     ),
-    Preset(
+    Rule(
         "roll:token-mean",
         "loss_agg_mode=token-mean",
         _ROLL_VERSION,
@@ -31,7 +31,7 @@ _ROLL = (
         mode="token_mean",
         traps=("the mask is not applied to the numerator (PR #444): right only because advantages are masked before",),
     ),
-    Preset(
+    Rule(
         "roll:seq-mean-token-sum",
         "loss_agg_mode=seq-mean-token-sum",
         _ROLL_VERSION,
@@ -41,7 +41,7 @@ _ROLL = (
         mode="constant",
         traps=("constant with L = 1; fully masked rows are not counted",),
     ),
-    Preset(
+    Rule(
         "roll:seq-mean-token-sum-norm",
         "loss_agg_mode=seq-mean-token-sum-norm",
         _ROLL_VERSION,
@@ -55,7 +55,7 @@ _ROLL = (
     ),
 )
 _OAT = tuple(
-    Preset(
+    Rule(
         f"oat:{name}",
         f"critic_type={name}",
         "c1a074c3 (2025-10-31); understand-r1-zero dfca49dd",
@@ -89,7 +89,7 @@ _OAT = tuple(
     )
 )
 _OPEN_INSTRUCT = (
-    Preset(
+    Rule(
         "open-instruct:token",
         "loss_denominator=token",
         "e6c3044a (2026-08-20)",
@@ -100,7 +100,7 @@ _OPEN_INSTRUCT = (
         is_default=True,
         traps=("packed rows left over from a group are dropped",),
     ),
-    Preset(
+    Rule(
         "open-instruct:constant",
         "loss_denominator=<number>",
         "e6c3044a (2026-08-20)",
@@ -112,7 +112,7 @@ _OPEN_INSTRUCT = (
     ),
 )
 _TORCHFORGE = (
-    Preset(
+    Rule(
         "torchforge:simple-grpo",
         "SimpleGRPOLoss",
         "6e77f0b3 (2025-11-15)",
@@ -127,7 +127,7 @@ _TORCHFORGE = (
         is_default=True,
         unverified="what a fully masked row gives; 0 here",
     ),
-    Preset(
+    Rule(
         "torchforge:reinforce",
         "ReinforceLoss",
         "6e77f0b3 (2025-11-15)",
@@ -143,7 +143,7 @@ _TORCHFORGE = (
     ),
 )
 _SINGLE = (
-    Preset(
+    Rule(
         "areal",
         "(only mode)",
         "cbff54d6 (2026-08-22)",
@@ -157,7 +157,7 @@ _SINGLE = (
             "M2PO changes the mask before the count but weighs micro-batches by the original mask",
         ),
     ),
-    Preset(
+    Rule(
         "prime-rl",
         "(only mode)",
         "559b4477 (2026-08-21)",
@@ -173,7 +173,7 @@ _SINGLE = (
         ),
         unverified="the floor of 1 on T",
     ),
-    Preset(
+    Rule(
         "tinker",
         "(only mode)",
         "cookbook 9dfcc3a2 (2026-08-19)",
@@ -187,7 +187,7 @@ _SINGLE = (
     ),
 )
 _PAPERS = (
-    Preset(
+    Rule(
         "delta-l",
         "(paper) alpha in [0, 1]",
         "2509.07558",
@@ -203,7 +203,7 @@ _PAPERS = (
         ),
         unverified="fully masked responses are left out of the sum here; the paper has none",
     ),
-    Preset(
+    Rule(
         "delta-l:repo",
         "adv x w/mean(w), then mean over the padded matrix",
         "89da5b9d (2025-06-14)",
@@ -225,7 +225,7 @@ _PAPERS = (
         traps=("the padded width is in the scale",),
         unverified="how micro-batches are put together; a mean here",
     ),
-    Preset(
+    Rule(
         "balanced",
         "(paper) Balanced Aggregation",
         "2605.04077",
@@ -243,4 +243,4 @@ _PAPERS = (
 )
 
 OTHERS = (*_ROLL, *_OAT, *_OPEN_INSTRUCT, *_TORCHFORGE, *_SINGLE, *_PAPERS)
-"""Presets of ROLL, oat, open-instruct, torchforge, AReaL, prime-rl, Tinker, and the papers' variants."""
+"""Rules of ROLL, oat, open-instruct, torchforge, AReaL, prime-rl, Tinker, and the papers' variants."""

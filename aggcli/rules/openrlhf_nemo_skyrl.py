@@ -2,52 +2,61 @@
 
 from __future__ import annotations
 
-from aggcli.objective.presets.facts import Denominator as By
-from aggcli.objective.presets.facts import Preset
+from aggcli.rules.rule import Denominator as By
+from aggcli.rules.rule import Rule
 
+_OPENRLHF_TOKEN = Rule(
+    "openrlhf:token",
+    "token_level_loss=True",
+    "3c3be623 (2026-08-13)",
+    "code",
+    "sum_t l_t / T",
+    (By("tokens", empty="nan"),),
+    terms_evidence="code",
+    mode="token_mean",
+    is_default=True,
+    traps=("the KL and entropy losses are per token in either mode",),
+)
 _OPENRLHF = (
-    Preset(
-        "openrlhf:token",
-        "token_level_loss=True",
-        "3c3be623 (2026-08-13)",
-        "code",
-        "sum_t l_t / T",
-        (By("tokens", empty="nan"),),
-        mode="token_mean",
-        is_default=True,
-        traps=("the KL and entropy losses are per token in either mode",),
-    ),
-    Preset(
+    _OPENRLHF_TOKEN,
+    Rule(
         "openrlhf:sequence",
         "token_level_loss=False",
         "3c3be623 (2026-08-13)",
         "code",
         "sum_i [ sum_(t in i) l_t / (n_i + 1e-8) ] / rows that are not fully masked",
         (By("samples", masked="left out", empty="nan"), By("tokens of the sample", epsilon=1e-8)),
+        kl_term=_OPENRLHF_TOKEN,
+        entropy_term=_OPENRLHF_TOKEN,
+        terms_evidence="code",
         mode="sample_mean",
         traps=("forced for GSPO",),
         unverified="ring attention was read, not run",
     ),
 )
+_NEMO_TOKEN = Rule(
+    "nemo-rl:token",
+    "loss_fn.token_level_loss=True",
+    "7ea279ab (2026-08-22)",
+    "code",
+    "sum_t l_t / (T + 1e-8)",
+    (By("tokens", epsilon=1e-8),),
+    terms_evidence="code",
+    mode="token_mean",
+    is_default=True,
+    traps=("CISPO requires it",),
+)
 _NEMO = (
-    Preset(
-        "nemo-rl:token",
-        "loss_fn.token_level_loss=True",
-        "7ea279ab (2026-08-22)",
-        "code",
-        "sum_t l_t / (T + 1e-8)",
-        (By("tokens", epsilon=1e-8),),
-        mode="token_mean",
-        is_default=True,
-        traps=("CISPO requires it",),
-    ),
-    Preset(
+    _NEMO_TOKEN,
+    Rule(
         "nemo-rl:sequence",
         "loss_fn.token_level_loss=False",
         "7ea279ab (2026-08-22)",
         "code",
         "sum_i [ sum_(t in i) l_t / (n_i + 1e-8) ] / (valid rows + 1e-8)",
         (By("samples", masked="left out", epsilon=1e-8), By("tokens of the sample", epsilon=1e-8)),
+        entropy_term=_NEMO_TOKEN,
+        terms_evidence="code",
         mode="sample_mean",
         traps=("sequence-level importance sampling (GSPO) requires it",),
         unverified="a row with sample_mask 1 and no token counts as valid there; here every fully masked row is left out",
@@ -57,8 +66,19 @@ _SKYRL_VERSION = "a9564572 (2026-08-21)"
 _SKYRL_TRAP = (
     "the weights are baked into the advantages before the data is split; KL and entropy terms stay means of micro-batch means"
 )
+_SKYRL_TERMS = Rule(
+    "skyrl:kl-and-entropy",
+    "(no flag)",
+    _SKYRL_VERSION,
+    "code",
+    "mean over ranks and micro-batches of [ sum x_t / T_mb ]",
+    (By("tokens", "micro-batch", floor=1),),
+    micro_batches="mean",
+    ranks="mean",
+)
+"""How SkyRL aggregates its KL and entropy terms under every loss_reduction: not a rule for pg_loss."""
 _SKYRL_STEP = tuple(
-    Preset(
+    Rule(
         f"skyrl:{name}",
         f"trainer.algorithm.loss_reduction={name}",
         _SKYRL_VERSION,
@@ -66,6 +86,9 @@ _SKYRL_STEP = tuple(
         formula,
         counts,
         divisor_is="trainer.algorithm.max_seq_len (prompt and response)" if "norm" in name else "",
+        kl_term=_SKYRL_TERMS,
+        entropy_term=_SKYRL_TERMS,
+        terms_evidence="code",
         mode=mode,
         is_default=name == "token_mean",
         traps=(trap, _SKYRL_TRAP),
@@ -96,7 +119,7 @@ _SKYRL_STEP = tuple(
     )
 )
 _SKYRL_LEGACY = (
-    Preset(
+    Rule(
         "skyrl:token_mean_legacy",
         "trainer.algorithm.loss_reduction=token_mean_legacy",
         _SKYRL_VERSION,
@@ -105,6 +128,9 @@ _SKYRL_LEGACY = (
         (By("tokens", "micro-batch", floor=1),),
         micro_batches="mean of the step",
         drops_smaller_micro_batches=True,
+        kl_term=_SKYRL_TERMS,
+        entropy_term=_SKYRL_TERMS,
+        terms_evidence="code",
         mode="token_mean",
         traps=("rows past n_mb * micro-batch size get no weight", _SKYRL_TRAP),
     ),

@@ -1,11 +1,11 @@
-"""slime, miles and verl as shipped, as facts. Source: their code at the commits named; see `Preset.evidence`."""
+"""slime, miles and verl as shipped, as facts. Source: their code at the commits named; see `Rule.evidence`."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from aggcli.objective.presets.facts import Denominator as By
-from aggcli.objective.presets.facts import Evidence, Preset
+from aggcli.rules.rule import Denominator as By
+from aggcli.rules.rule import Evidence, Rule
 
 # -- slime and miles (Megatron) ---------------------------------------------------------------------------------------
 
@@ -14,24 +14,26 @@ _SLIME_TRAPS = (
     "a mask multiplies the loss, so NaN under the mask poisons the sum",
 )
 _SLIME = (
-    Preset(
+    Rule(
         "slime:sample_mean",
         "(no flag)",
         "624b824a (2026-08-21)",
         "executed",
         "1/N sum_r [ sum_(t in r) l_t / max(n_r, 1) ], N = global_batch_size rollouts",
         (By("rollouts"), By("tokens of the rollout", floor=1)),
+        terms_evidence="code",
         mode="sample_mean",
         is_default=True,
         traps=("a fully masked rollout still counts in N", *_SLIME_TRAPS),
     ),
-    Preset(
+    Rule(
         "slime:per_token",
         "--calculate-per-token-loss",
         "624b824a (2026-08-21)",
         "code",
         "sum_t l_t / sum_i max(n_i, 1)",
         (By("tokens", masked="one token each"),),
+        terms_evidence="code",
         mode="token_mean",
         traps=("each fully masked sample adds one token to the denominator", *_SLIME_TRAPS),
     ),
@@ -39,13 +41,13 @@ _SLIME = (
 _MILES_TRAP = "on the FSDP backend the per-token normaliser is ignored: the gradient is T/dp times too large (open PR #3231)"
 _MILES = tuple(
     dataclasses.replace(
-        preset,
-        name=preset.name.replace("slime", "miles"),
+        rule,
+        name=rule.name.replace("slime", "miles"),
         version="31f1ca96 (2026-08-21)",
         evidence="code",
-        traps=(*preset.traps, *((_MILES_TRAP,) if preset.mode == "token_mean" else ())),
+        traps=(*rule.traps, *((_MILES_TRAP,) if rule.mode == "token_mean" else ())),
     )
-    for preset in _SLIME
+    for rule in _SLIME
 )
 
 # -- verl -------------------------------------------------------------------------------------------------------------
@@ -55,41 +57,51 @@ _ROWS_TRAP = (
 )
 _VERL_VERSION = "0.9.1; 1dda039b (2026-08-22)"
 _VERL = (
-    Preset(
+    Rule(
         "verl:token-mean",
         "actor.loss_agg_mode=token-mean",
         _VERL_VERSION,
         "executed",
         "sum_t l_t / T",
         (By("tokens", empty="nan"),),
+        terms_evidence="code",
         mode="token_mean",
         is_default=True,
         traps=("with dp == 1 and missing counts it falls back to local counts (issue #7321)",),
     ),
-    Preset(
-        "verl:token-sum", "actor.loss_agg_mode=token-sum", _VERL_VERSION, "executed", "sum_t l_t", (), traps=("no mean at all",)
+    Rule(
+        "verl:token-sum",
+        "actor.loss_agg_mode=token-sum",
+        _VERL_VERSION,
+        "executed",
+        "sum_t l_t",
+        (),
+        terms_evidence="code",
+        traps=("no mean at all",),
     ),
-    Preset(
+    Rule(
         "verl:seq-mean-token-sum",
         "actor.loss_agg_mode=seq-mean-token-sum",
         _VERL_VERSION,
         "executed",
         "1/B sum_i sum_(t in i) l_t, B rows of the mini-batch",
         (By("samples"),),
+        terms_evidence="code",
         mode="constant",
         traps=(_ROWS_TRAP, "constant with L = 1"),
     ),
-    Preset(
+    Rule(
         "verl:seq-mean-token-mean",
         "actor.loss_agg_mode=seq-mean-token-mean",
         _VERL_VERSION,
         "executed",
         "1/B sum_i [ sum_(t in i) l_t / (n_i + 1e-8) ]",
         (By("samples"), By("tokens of the sample", epsilon=1e-8)),
+        terms_evidence="code",
         mode="sample_mean",
         traps=(_ROWS_TRAP, "GSPO and SAPO losses always use it, whatever the flag says"),
     ),
-    Preset(
+    Rule(
         "verl:seq-mean-token-sum-norm",
         "actor.loss_agg_mode=seq-mean-token-sum-norm actor.loss_scale_factor=L",
         _VERL_VERSION,
@@ -97,6 +109,7 @@ _VERL = (
         "sum_t l_t / (B * S), S = loss_scale_factor, else the padded response width",
         (By("samples"), By("padded width")),
         divisor_is="actor.loss_scale_factor",
+        terms_evidence="code",
         mode="constant",
         traps=(_ROWS_TRAP, "without loss_scale_factor, S is the padded width, which differs from step to step"),
     ),
@@ -134,7 +147,7 @@ _LEGACY_MODES: tuple[_Row, ...] = (
     ),
 )
 _VERL_LEGACY = tuple(
-    Preset(
+    Rule(
         f"verl-legacy:{name}",
         f"actor.loss_agg_mode={name}",
         _LEGACY_VERSION,
@@ -146,6 +159,7 @@ _VERL_LEGACY = tuple(
         layouts="equal ranks",
         divisor_is="the padded response width" if "norm" in name else "",
         context_parallel="unverified",
+        terms_evidence="code",
         mode=mode,
         is_default=name == "token-mean",
         traps=traps,
