@@ -69,10 +69,11 @@ def record(folder: Path, runs: int, settings: Mapping[str, Any], say: Any = lamb
     from aggcli import grid
     from aggcli.config import settings_from, to_flat
     from aggcli.records import SCHEMA, RunWriter, environment, write_manifest
+    from aggcli.rules import find_rule
     from aggcli.world import ALONE
 
     setup = grid.set_up(settings_from(settings))
-    specs = grid.runs_of(setup.config, [MODE], range(runs), setup.response_limit)
+    specs = grid.runs_of(setup.config, [find_rule(MODE)], range(runs), setup.response_limit)
     flat = {name: list(value) if isinstance(value, tuple) else value for name, value in to_flat(setup.config).items()}
     shared = {"settings": flat, "response_limit": setup.response_limit, "environment": environment("cpu", 1), "ranks": 1}
     names = [run.name for run in specs]

@@ -7,11 +7,12 @@ import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from aggcli.config import settings_from
+from aggcli.config import ObjectiveConfig, settings_from
 from aggcli.measurement.report import StepReport
 from aggcli.replay import Replay
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
+from aggcli.rules import Rule, find_rule
 
 Sample = dict[str, Any]
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
@@ -21,6 +22,11 @@ FX_B = {"sample_mean": -0.025, "prompt_mean": 0.19375, "token_mean": 0.171875, "
 """pg_loss of FX-B by hand; prompt_mean is the strict mean over prompts, and constant divides by 10."""
 LAYOUTS = "dp1,dp2:interleaved,dp2:contiguous,dp2:balanced,dp3,dp4:balanced,dp8,dp1cp2,dp2cp2:interleaved,dp1cp4"
 """Ten layouts that differ in ranks, partition rule and context parallelism."""
+
+
+def rules_named(names: Iterable[str], objective: ObjectiveConfig) -> tuple[Rule, ...]:
+    """The rules of these names, as the settings have them."""
+    return tuple(objective.in_force(find_rule(name)) for name in names)
 
 
 def batch_of(samples: Iterable[Mapping[str, Any]], name: str = "step 0 (test)", **options: Any) -> RolloutBatch:
@@ -157,5 +163,6 @@ def replayed(batch: RolloutBatch, modes: tuple[str, ...] = MODES, **settings: An
     """The batch through the whole replay; `constant` divides by 10 unless told otherwise."""
     given = {"loss_aggregation_divisor": 10.0, **settings}
     config = settings_from(given)
+    rules = rules_named(modes, config.objective)
     longest = config.max_response_length or int(batch.response_length_S.max())
-    return list(Replay(config, modes, False, max(longest, 1)).steps([batch]))
+    return list(Replay(config, rules, False, max(longest, 1)).steps([batch]))

@@ -20,7 +20,7 @@ from aggcli.measurement.ranks import dismiss, measure_on_ranks, serve
 from aggcli.measurement.reduce import combine
 from aggcli.objective.step import step_inputs
 from aggcli.world import World, join, leave
-from tests.fixtures import MODES, batch_of, fx_b, random_fanout
+from tests.fixtures import MODES, batch_of, fx_b, random_fanout, rules_named
 
 LAYOUTS = ("dp2", "dp3", "dp4:balanced", "dp2cp2@40", "dp1cp4")
 FIXTURES = {"FX-B": fx_b, "two samples": lambda: fx_b()[:2], "random fan-out": random_fanout}
@@ -47,8 +47,8 @@ def main(output: Path) -> None:
 
 def _both(world: World, layout, name: str) -> dict:
     objective = settings_from({"loss_aggregation_divisor": 10.0, "kl_coef": 0.25}).objective
-    inputs = step_inputs(batch_of(FIXTURES[name]()), objective, MODES, torch.float64)
-    measuring = MeasureConfig(inputs.rules, inputs.metric_rule, objective, True, 1.0, 24, log_correct_samples=True)
+    inputs = step_inputs(batch_of(FIXTURES[name]()), objective, rules_named(MODES, objective), torch.float64)
+    measuring = MeasureConfig(inputs.names, inputs.weight_names, objective, True, 1.0, 24, log_correct_samples=True)
     schedule = schedule_step(layout, inputs.step.total_length_S.tolist())
     views = cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=inputs.weights)
     parts, total = measure_on_ranks(world, views, measuring)

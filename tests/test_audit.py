@@ -23,13 +23,13 @@ from aggcli.audit import (
     schedule_of,
     smallest_counterexample,
 )
-from aggcli.config import MODES, settings_from
+from aggcli.config import settings_from
 from aggcli.layout.steps import optimizer_steps
-from aggcli.objective.presets.registry import PRESETS
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.sources import open_source
+from aggcli.rules import RULES
 from tests.cli import aggcli, refused, strict_json
-from tests.fixtures import batch_of, fx_b, replayed
+from tests.fixtures import MODES, batch_of, fx_b, replayed
 
 DATA = Path(__file__).parent / "data"
 MICRO_BATCH_TOKENS = {"verl-legacy:token-mean", "trl:bnpo", "ms-swift:bnpo", "skyrl:token_mean_legacy", "torchforge:reinforce"}
@@ -47,7 +47,7 @@ def _frozen(batch: RolloutBatch | None = None) -> FrozenBatch:
 @pytest.fixture(scope="module")
 def report() -> Audit:
     frozen = _frozen()
-    rules = [rule_named(name, divisor=10.0) for name in (*MODES, *PRESETS)]
+    rules = [rule_named(name, divisor=10.0) for name in RULES]
     return audit(frozen, rules, layouts_of(frozen, DEFAULT_LAYOUTS))
 
 
@@ -57,7 +57,7 @@ def test_exactly_the_rules_known_to_vary_do_so_on_the_built_in_batch(report: Aud
         found.setdefault(rule.verdict, set()).add(rule.rule)
     assert found["varies"] == VARY
     assert found["not finite"] == {"oat:grpo"}
-    assert found["invariant"] == {*MODES, *PRESETS} - VARY - {"oat:grpo"}
+    assert found["invariant"] == set(RULES) - VARY - {"oat:grpo"}
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_an_invariant_rule_has_one_loss_and_one_gradient_in_every_layout(report:
     for rule in report.reports:
         if rule.verdict != "invariant":
             continue
-        assert len(rule.outcomes) + len(rule.skipped) == len(DEFAULT_LAYOUTS)
-        for outcome in rule.outcomes:
-            assert outcome.pg_loss == pytest.approx(rule.outcomes[0].pg_loss, rel=1e-12)
+        assert len(rule.under) + len(rule.skipped) == len(DEFAULT_LAYOUTS)
+        for outcome in rule.under:
+            assert outcome.pg_loss == pytest.approx(rule.under[0].pg_loss, rel=1e-12)
             assert outcome.gradient_ratio == pytest.approx(1.0, rel=1e-12)
             assert outcome.gradient_cosine == pytest.approx(1.0, rel=1e-12)
             assert outcome.deviation < 1e-12
@@ -104,7 +104,7 @@ SAME = (
 
 def test_no_two_different_rules_coincide_on_the_built_in_batch(report: Audit) -> None:
     """Two rules are the same here if the losses agree in every layout that both can run under."""
-    losses = {r.rule: {o.layout: o.pg_loss for o in r.outcomes} for r in report.reports if r.verdict != "not finite"}
+    losses = {r.rule: {o.layout: o.pg_loss for o in r.under} for r in report.reports if r.verdict != "not finite"}
     same = {frozenset(pair) for names in SAME for pair in itertools.combinations(sorted(names), 2)}
     for a, b in itertools.combinations(losses, 2):
         shared = [(losses[a][at], losses[b][at]) for at in losses[a] if at in losses[b]]
@@ -131,7 +131,7 @@ def test_the_built_in_numbers_are_those_of_plain_arithmetic(report: Audit) -> No
     ]
     expected = sum(s / max(n, 1) for s, n in rows) / 8
     (bnpo,) = (rule for rule in report.reports if rule.rule == "trl:bnpo")
-    outcome = next(o for o in bnpo.outcomes if o.layout == "dp1:contiguous:mb1")
+    outcome = next(o for o in bnpo.under if o.layout == "dp1:contiguous:mb1")
     assert outcome.pg_loss == pytest.approx(expected, rel=1e-12)
     # rows of 2, 5, 6, 4, 10, 0, 2, 9 tokens: a token of a 2-token row weighs 1/16 instead of 1/38
     assert outcome.deviation == pytest.approx(38 / 16 - 1, rel=1e-12)
@@ -212,8 +212,10 @@ def test_the_exit_code_is_1_only_where_a_check_was_asked_for_and_failed(
     [
         (("--rules", "nope"), "unknown loss aggregation 'nope'"),
         (("--divisor", "0"), "divisor 0: must be a positive finite number"),
-        (("--fail-on-variance", "-1"), "--fail-on-variance -1: must be above 0"),
-        (("--normalizer", "epoch"), "--normalizer epoch: must be one of step, rank, micro-batch"),
+        (("--fail-on-variance", "-1"), "--fail-on-variance -1: must be a finite number above 0"),
+        (("--fail-on-variance", "inf"), "--fail-on-variance inf: must be a finite number above 0"),
+        (("--divisor", "nan"), "--divisor nan: must be a positive finite number of tokens"),
+        (("--normalizer", "epoch"), "--normalizer 'epoch' is not one of its values"),
         (("--layouts", "dp2:sideways"), "unknown partition rule 'sideways'"),
         (("--layouts", "recorded"), "layout 'recorded': the file records none"),
         (("no/such/file",), "no/such/file: no such file or folder"),
@@ -260,8 +262,8 @@ def test_the_answer_for_a_dump_is_in_words(capsys: pytest.CaptureFixture[str]) -
     words = " ".join(aggcli(capsys, "audit", *arguments).out.split())
     (step,) = _json(capsys, *arguments)["steps"]
     low, high = (step["rules"][rule]["effective_lr"] for rule in ("trl:bnpo", "verl:token-sum"))
-    question = "Would this run's loss have been another number? under another layout:"
-    assert f"{question} no under slime:sample_mean, yes under 1 of 3 rules" in words
+    question = "Would a different layout or rule have changed this loss? another of these layouts:"
+    assert f"{question} no under slime:sample_mean; yes under 1 of the 3 rules compared" in words
     assert low < 1 < high
     assert f"{low:.4g} (trl:bnpo) to {high:.4g} (verl:token-sum) times that of slime:sample_mean" in words
 
@@ -281,7 +283,7 @@ def test_a_rule_that_cannot_be_dealt_the_reference_takes_the_first_layout_that_i
     layouts = layouts_of(frozen, ("dp1:contiguous:mb3", "dp2:contiguous", "dp1:contiguous:mb1"))
     uneven, even = audit(frozen, [rule_named("trl:bnpo"), rule_named("verl-legacy:token-mean")], layouts).reports
     assert uneven.skipped == ("dp1:contiguous:mb3",)
-    assert [outcome.layout for outcome in uneven.outcomes] == ["dp2:contiguous", "dp1:contiguous:mb1"]
+    assert [outcome.layout for outcome in uneven.under] == ["dp2:contiguous", "dp1:contiguous:mb1"]
     assert even.skipped == ()
     (report,) = audit(frozen, [rule_named("trl:grpo")], layouts[:1]).reports
     assert report.verdict == "not computed"
@@ -303,3 +305,43 @@ def test_every_optimizer_step_of_a_file_is_audited(capsys: pytest.CaptureFixture
     found = _json(capsys, path, "--rules", "token_mean", "--global-batch-size", "16")
     (batch,) = open_source(settings_from({"rollouts": [path]}).source, 0)
     assert len(found["steps"]) == len(optimizer_steps(batch, 16)) == 4
+
+
+# -- what was evaluated ------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_is_evaluated_on_the_recorded_micro_batches_even_where_its_framework_would_not_deal_them(capsys) -> None:
+    """The replay of the same dump gives the same two numbers; leaving the recorded layout out would call the rule invariant."""
+    path, layouts = str(DATA / "slime_train" / "2.pt"), ("--layouts", "recorded,dp1:contiguous")
+    (step,) = _json(capsys, path, "--rules", "token_mean,trl:bnpo,trl:grpo", *layouts)["steps"]
+    bnpo = step["rules"]["trl:bnpo"]
+    told = aggcli(capsys, "compare", "--rollouts", path, "--modes", "trl:bnpo", *layouts, "--json", "--no-samples")
+    replayed_layouts = told.steps[0]["modes"]["trl:bnpo"]["layouts"]
+    for layout in ("recorded", "dp1:contiguous"):
+        assert bnpo["layouts"][layout]["pg_loss"] == pytest.approx(replayed_layouts[layout]["pg_loss"], rel=1e-12)
+    assert bnpo["verdict"] == step["rules"]["trl:grpo"]["verdict"] == "varies"
+    assert bnpo["skipped"] == []
+    assert bnpo["reference_layout"] == "recorded"
+
+
+def test_a_rule_left_out_of_a_layout_is_not_called_invariant_there(capsys) -> None:
+    """Micro-batches of 3, 3 and 2 samples are nothing that TRL deals: of two layouts it has one, and nothing to compare."""
+    uneven = ("--rules", "token_mean,trl:grpo", "--no-search", "--layouts", "dp1:contiguous,dp1:contiguous:mb3")
+    told = aggcli(capsys, "audit", *uneven)
+    assert told.code == 0, told.err
+    rows = {line.split()[0]: line for line in reversed(told.out.splitlines()) if line.strip()}
+    assert rows["trl:grpo"].split() == ["trl:grpo", "-0.201", "1.045", "0.9591", "not", "compared"], "no change is claimed"
+    assert rows["token_mean"].rstrip().endswith("invariant")
+    words = " ".join(told.out.split())
+    assert "not evaluated under dp1:contiguous:mb3, which the framework cannot represent: trl:grpo" in words
+    (step,) = _json(capsys, *uneven)["steps"]
+    assert step["rules"]["trl:grpo"]["verdict"] == "not compared"
+    assert step["rules"]["trl:grpo"]["skipped"] == ["dp1:contiguous:mb3"]
+
+
+def test_the_help_of_an_audit_names_its_own_default_layouts(capsys) -> None:
+    words = " ".join(aggcli(capsys, "audit", "--help").out.split())
+    for layout in DEFAULT_LAYOUTS[1:4]:
+        assert layout.rpartition("mb")[2] in words
+    assert "dp2cp2:contiguous, dp4:interleaved:mb1, dp4:balanced" in words
+    assert "dp1:first-fit" not in words

@@ -8,6 +8,7 @@ import torch
 from aggcli import grid
 from aggcli.config import settings_from
 from aggcli.layout.schedule import parse_layout
+from aggcli.rules import SAMPLE_MEAN, TOKEN_MEAN
 from aggcli.training.stack import Optimizer, RunSpec, weights_of
 from aggcli.training.step import _loss, step_tokens
 from aggcli.world import ALONE
@@ -19,7 +20,7 @@ def test_the_loss_of_a_step_and_its_gradient_stay_on_the_device_of_the_policy() 
     """On `meta` an operation that mixes devices fails; the loss's inputs come from the CPU, as in training."""
     settings = settings_from({"kl_coef": 0.5, "entropy_coef": 0.1, "eps_clip_c": 3.0, "kl_unbiased": True})
     step = batch_of(fx_b())
-    runs = [RunSpec("sample_mean", "sample_mean", 0, settings.objective, 1e-3)]
+    runs = [RunSpec("sample_mean", 0, settings.objective, 1e-3)]
     given = step_tokens(step, runs, parse_layout("dp1"), torch.float32)
     own_T = torch.empty(16, device="meta", requires_grad=True)
     at, device = torch.arange(16), torch.device("meta")
@@ -49,7 +50,7 @@ def test_three_steps_on_cuda_end_where_the_cpu_ends() -> None:
     for device in ("cpu", "cuda"):
         config = settings_from({"steps": 3, "dtype": "float64", "device": device, "layout_records": False})
         setup = grid.set_up(config)
-        trainer = grid.trainer_of(setup, grid.runs_of(config, ("sample_mean", "token_mean"), (0,), 32), ALONE)
+        trainer = grid.trainer_of(setup, grid.runs_of(config, (SAMPLE_MEAN, TOKEN_MEAN), (0,), 32), ALONE)
         for _ in trainer.steps():
             pass
         ends[device] = trainer.weights.flat_RP.cpu()

@@ -72,10 +72,10 @@ def test_the_gradient_by_log_probs_is_slimes(fixture: dict, case: dict) -> None:
     mode = case["mode"]
     objective = settings_from({"loss_aggregation": mode, **_settings(fixture, case)}).objective
     step = batch_of(fixture["samples"])
-    inputs = step_inputs(step, objective, (mode,), torch.float64)
+    inputs = step_inputs(step, objective, (objective.loss_aggregation,), torch.float64)
     (layout,) = (parse_layout(text) for text in _settings(fixture, case)["layouts"])
     found_T = torch.zeros(step.loss_mask_T.numel(), dtype=torch.float64)
-    measuring = MeasureConfig(inputs.rules, inputs.metric_rule, objective, True, 1.0, 20)
+    measuring = MeasureConfig(inputs.names, inputs.weight_names, objective, True, 1.0, 20)
     for view in cut(
         step, schedule_step(layout, step.total_length_S.tolist()), layout.cp, tokens=inputs.tokens, weights=inputs.weights
     ):

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from aggcli.objective.aggregation import sample_weights, step_denominators
+from aggcli.config import settings_from
+from aggcli.errors import RolloutError
+from aggcli.objective.weights import rule_weights
+from aggcli.rules import PROMPT_MEAN
 from tests.cli import compared, exactly, per_layout, refused, replay, write_jsonl
-from tests.fixtures import Sample, batch_of, fx_b, fx_d, sample
+from tests.fixtures import Sample, batch_of, fx_b, fx_d, rules_named, sample
 
 STD = "(reward - group mean) / (std + 1e-6), std with n-1"
 
@@ -116,12 +119,23 @@ def test_a_sibling_is_scored_or_unscored_like_its_rollout(tmp_path, capsys) -> N
 # -- groups as denominators -------------------------------------------------------------------------------------------
 
 
-def test_only_prompt_mean_builds_prompt_mask_sums_and_misses_them_loudly() -> None:
-    batch = batch_of(fx_b())
-    assert "prompt_mask_sums" not in step_denominators(batch, prompt_sums=False)
-    assert step_denominators(batch, prompt_sums=True)["prompt_mask_sums"].tolist() == [4, 4, 12, 12]
-    with pytest.raises(KeyError, match="prompt_mask_sums"):
-        sample_weights("prompt_mean", step_denominators(batch, prompt_sums=False))
+def test_only_prompt_mean_reads_the_groups_and_misses_them_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FX-B's groups have 4 and 12 tokens; the three other modes never ask which group a rollout is in."""
+    objective = settings_from({"loss_aggregation_divisor": 10.0}).objective
+    batch, bare = batch_of(fx_b()), batch_of([{**s, "group_index": None} for s in fx_b()])
+    weight_T = rule_weights(PROMPT_MEAN, batch)
+    assert weight_T.tolist() == pytest.approx([1 / 16] * 4 + [1 / 48] * 12, rel=1e-14)
+    with pytest.raises(RolloutError, match="sample 0: group_index is missing and prompt_mean needs one"):
+        rule_weights(PROMPT_MEAN, bare)
+
+    def asked(*_: object) -> None:
+        raise AssertionError("the groups were read")
+
+    monkeypatch.setattr("aggcli.objective.weights.group_of_rollout", asked)
+    for rule in rules_named(("sample_mean", "token_mean", "constant"), objective):
+        assert torch.equal(rule_weights(rule, bare), rule_weights(rule, batch))
+    with pytest.raises(AssertionError, match="the groups were read"):
+        rule_weights(PROMPT_MEAN, batch)
 
 
 def test_a_group_that_straddles_two_optimizer_steps_is_refused_with_the_flag_to_change(tmp_path, capsys) -> None:

@@ -14,10 +14,10 @@ from aggcli.layout.schedule import parse_layout, schedule_step
 from aggcli.layout.views import cut
 from aggcli.measurement.local import MeasureConfig, gradients, measure
 from aggcli.measurement.reduce import combine, reduced_values
-from aggcli.objective.aggregation import step_denominators, token_weights
 from aggcli.objective.step import StepInputs, step_inputs
+from aggcli.objective.weights import rule_weights
 from tests import closed_form
-from tests.fixtures import MODES, Sample, batch_of, fx_b, fx_c, fx_d, fx_f, random_fanout
+from tests.fixtures import MODES, Sample, batch_of, fx_b, fx_c, fx_d, fx_f, random_fanout, rules_named
 
 CLIP = {"eps_clip": 0.1, "eps_clip_high": 0.2}
 DIVISOR = 10.0
@@ -45,9 +45,9 @@ def _layout(dp: int, cp: int, rule: str, budget: str, samples: list[Sample]):
 
 def _inputs(samples: list[Sample], dtype: torch.dtype) -> tuple[StepInputs, MeasureConfig]:
     objective = settings_from({"loss_aggregation_divisor": DIVISOR, **CLIP}).objective
-    inputs = step_inputs(batch_of(samples), objective, MODES, dtype)
+    inputs = step_inputs(batch_of(samples), objective, rules_named(MODES, objective), dtype)
     longest = max(sample["response_length"] for sample in samples)
-    return inputs, MeasureConfig(inputs.rules, inputs.metric_rule, objective, inputs.has_ratio, 1.0, longest)
+    return inputs, MeasureConfig(inputs.names, inputs.weight_names, objective, inputs.has_ratio, 1.0, longest)
 
 
 def _expected(samples: list[Sample]) -> tuple[dict[str, dict[str, float]], dict[str, list[float]]]:
@@ -135,7 +135,7 @@ def test_a_stack_of_two_runs_weighs_each_run_as_if_it_were_alone() -> None:
         advantages_T=None,
     )
     objective = settings_from({"loss_aggregation_divisor": DIVISOR}).objective
-    for mode in MODES:
-        alone = [token_weights(mode, b, step_denominators(b, prompt_sums=True), objective) for b in (first, second)]
-        together = token_weights(mode, stacked, step_denominators(stacked, prompt_sums=True), objective)
+    for rule in rules_named(MODES, objective):
+        alone = [rule_weights(rule, b) for b in (first, second)]
+        together = rule_weights(rule, stacked)
         torch.testing.assert_close(together, torch.cat(alone), rtol=1e-12, atol=0)

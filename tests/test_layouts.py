@@ -14,17 +14,17 @@ from aggcli.measurement.local import MeasureConfig, measure
 from aggcli.measurement.reduce import combine, reduced_values
 from aggcli.objective.step import step_inputs
 from tests.cli import compared, exactly, per_layout, records, refused, replay, write_jsonl
-from tests.fixtures import FX_B, LAYOUTS, MODES, Sample, batch_of, fx_b, fx_c, random_fanout, sample
+from tests.fixtures import FX_B, LAYOUTS, MODES, Sample, batch_of, fx_b, fx_c, random_fanout, rules_named, sample
 
 
 def by_rank(samples: list[Sample], layout: str, micro_batch_size: int | None = None) -> dict[str, dict[str, float | None]]:
     """Each mode's numbers added up from what every context-parallel rank computes of its own view, as a real rank does."""
     objective = settings_from({"loss_aggregation_divisor": 10.0, "prompt_mean_scale": "prompts"}).objective
-    inputs = step_inputs(batch_of(samples), objective, MODES, torch.float64)
+    inputs = step_inputs(batch_of(samples), objective, rules_named(MODES, objective), torch.float64)
     asked = parse_layout(layout, micro_batch_size=micro_batch_size)
     schedule = schedule_step(asked, inputs.step.total_length_S.tolist())
     views = cut(inputs.step, schedule, asked.cp, tokens=inputs.tokens, weights=inputs.weights)
-    measuring = MeasureConfig(inputs.rules, inputs.metric_rule, objective, inputs.has_ratio, 1.0, 8)
+    measuring = MeasureConfig(inputs.names, inputs.weight_names, objective, inputs.has_ratio, 1.0, 8)
     total = combine([measure(view, measuring) for view in views])
     return {mode: reduced_values(total, mode) for mode in MODES}
 
@@ -128,9 +128,9 @@ def test_every_cell_of_mode_and_layout_is_a_number(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--layouts", "dp0"), "layout 'dp0': ranks and token budget must be at least 1"),
+        (("--layouts", "dp0"), "layout 'dp0': ranks, token budget and samples of a micro-batch must be at least 1"),
         (("--layouts", "dp2:fist-fit"), "layout 'dp2:fist-fit': unknown partition rule 'fist-fit'; did you mean 'first-fit'?"),
-        (("--layouts", "cp2"), "layout 'cp2': must be dp<N>[cp<M>][:rule][@tokens]"),
+        (("--layouts", "cp2"), "layout 'cp2': must be dp<N>[cp<M>][:rule][@tokens|:mb<K>]"),
         (("--layouts", "recorded"), "layout 'recorded': the file records none"),
         (
             ("--micro-batch-size", "2", "--max-tokens-per-gpu", "8"),

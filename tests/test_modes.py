@@ -7,32 +7,29 @@ import sys
 
 import pytest
 
-from aggcli.config import MODES
-from aggcli.objective.literature import REFERENCE
-from aggcli.objective.presets.reference import FRAMEWORKS, differences, presets_of, varies
-from aggcli.objective.presets.registry import PRESETS
+from aggcli.rules import ELSEWHERE, MODES, PROMPT_MEAN, RULES
+from aggcli.rules.reference import FRAMEWORKS, differences, elsewhere, varies
 from tests.cli import aggcli, refused, strict_json
 from tests.test_audit import VARY
 
 
 def test_the_reference_has_every_mode_with_papers_traps_and_flags() -> None:
-    assert set(REFERENCE) == set(MODES)
-    for entry in REFERENCE.values():
-        assert entry.papers
-        assert entry.traps
-        assert "--loss-aggregation" in entry.flags
+    for mode in MODES:
+        assert mode.papers
+        assert mode.traps
+        assert f"--loss-aggregation {mode.name}" in mode.flags
 
 
 def test_only_skyrl_has_prompt_mean() -> None:
-    found = presets_of("prompt_mean")
+    found = elsewhere(PROMPT_MEAN)
     assert set(found) == set(FRAMEWORKS)
-    assert {framework: [p.name for p in presets] for framework, presets in found.items() if presets} == {
+    assert {framework: [rule.name for rule in rules] for framework, rules in found.items() if rules} == {
         "skyrl": ["skyrl:prompt_mean"]
     }
 
 
 def test_the_rules_that_the_reference_calls_varying_are_those_that_the_audit_finds() -> None:
-    assert {preset.name for preset in PRESETS.values() if varies(preset)} == VARY
+    assert {rule.name for rule in ELSEWHERE if varies(rule)} == VARY
 
 
 @pytest.mark.parametrize(
@@ -58,7 +55,7 @@ def test_the_rules_that_the_reference_calls_varying_are_those_that_the_audit_fin
     ],
 )
 def test_what_differs_from_the_mode_here_is_said_in_words(name: str, expected: list[str]) -> None:
-    found = differences(PRESETS[name])
+    found = differences(RULES[name])
     assert len(found) == len(expected)
     assert all(text.startswith(start) for text, start in zip(found, expected, strict=True))
 
@@ -82,7 +79,7 @@ def test_map_gives_the_mode_and_the_flags_for_a_frameworks_name(capsys) -> None:
 
 def test_markdown_has_a_heading_a_mode_and_a_row_a_framework(capsys) -> None:
     lines = aggcli(capsys, "modes", "--format", "md").out.splitlines()
-    assert [line for line in lines if line.startswith("## ")] == [f"## `{mode}`" for mode in MODES]
+    assert [line for line in lines if line.startswith("## ")] == [f"## `{mode.name}`" for mode in MODES]
     rows = [line for line in lines if line.startswith("| ")]
     assert all(line.replace("\\|", "").count("|") == 7 for line in rows)
     for framework in FRAMEWORKS:
@@ -96,6 +93,7 @@ def test_markdown_has_a_heading_a_mode_and_a_row_a_framework(capsys) -> None:
         (("token-mean",), "did you mean 'token_mean'"),
         (("verl:token-mean",), "for a framework's own name use --map verl:token-mean"),
         (("--map", "nope"), "unknown loss aggregation 'nope'; known: "),
+        (("--map", "torchrl:prompt_mean"), "no rule of torchrl is written down here; frameworks that are: slime, miles, verl"),
         (("token_mean", "--map", "grpo"), "token_mean and --map grpo ask for two things"),
         (("--format", "html"), "--format html: must be text or md"),
     ],

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from aggcli.audit import batch_of, diagnose, extract, reducer_rule, schedule_of, signature_of
 from aggcli.errors import SettingError
-from aggcli.objective.presets.registry import PRESETS
-from aggcli.objective.presets.weights import preset_weights
+from aggcli.objective.weights import rule_weights
+from aggcli.rules import RULES
 from aggcli.testing import assert_layout_invariant
 from tests.cli import aggcli, refused, strict_json
 from tests.fixtures import fx_b
@@ -137,11 +137,11 @@ def test_other_faults_are_named_too(reducer: Callable[..., Any], finding: str) -
 
 
 @pytest.mark.parametrize("split", [[[[0, 1, 2, 3]]], [[[0, 3], [1, 2]]], [[[3], [0]], [[1], [2]]]])
-def test_the_weights_by_gradient_are_those_of_the_preset_that_the_reducer_copies(split: list) -> None:
+def test_the_weights_by_gradient_are_those_of_the_rule_that_the_reducer_copies(split: list) -> None:
     step, schedule = batch_of(fx_b()), schedule_of(split, 4)
     for reducer, name in ((verl_style, "verl:token-mean"), (trl_style, "trl:dr_grpo")):
         found_T = extract(reducer_rule(reducer, divisor=10.0), step, schedule).weight_T
-        assert torch.allclose(found_T, preset_weights(PRESETS[name], step, schedule, divisor=10.0), rtol=1e-12)
+        assert torch.allclose(found_T, rule_weights(RULES[name].with_divisor(10.0), step, [schedule]), rtol=1e-12)
 
 
 def test_a_reducer_whose_framework_sums_ranks_is_judged_by_that() -> None:

@@ -18,6 +18,7 @@ from aggcli import team as team_module
 from aggcli.cli import live
 from aggcli.config import ObjectiveConfig
 from aggcli.errors import RecordError
+from aggcli.rules import SAMPLE_MEAN
 from aggcli.team import MemberFailed, Team, together
 from aggcli.training.loop import TrainedStep
 from aggcli.training.report import RunReport
@@ -235,7 +236,8 @@ def test_a_run_that_diverges_in_another_process_is_named_once_and_the_others_go_
 
 def test_the_live_table_has_a_row_for_each_mode_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "is_terminal", lambda: True)
-    runs = [RunSpec(mode, mode, 0, ObjectiveConfig(), 1e-3) for mode in ("a", "b")]
+    rules = [dataclasses.replace(SAMPLE_MEAN, name=mode) for mode in ("a", "b")]
+    runs = [RunSpec(rule.name, 0, ObjectiveConfig(loss_aggregation=rule), 1e-3) for rule in rules]
     values = [{"samples": 4, "correct/count": 3, "raw_reward": 0.75, "pg_loss": None}, {"samples": 0, "raw_reward": None}]
     reports = [RunReport(run, value, []) for run, value in zip(runs, values, strict=True)]
     shown = live.shown_of(TrainedStep(0, [(0, []), (1, reports)], [], 1.0, 4))

@@ -180,7 +180,7 @@ def _replayed(watched: Watched, rollout_step: int, mode: str) -> list[StepReport
     batch = _joined(picked)
     settings = watched.trainer.config
     config = dataclasses.replace(settings, objective=watched.trainer.runs[run].objective, dtype="float64")
-    return list(Replay(config, (mode,), False, 16).steps([batch]))
+    return list(Replay(config, (config.objective.loss_aggregation,), False, 16).steps([batch]))
 
 
 def _joined(parts: list[RolloutBatch]) -> RolloutBatch:

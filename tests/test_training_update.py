@@ -196,7 +196,7 @@ def _step(mode: str, divisor: float | None, scale: str, split: list[list[list[in
         "max_response_length": 64,
     }
     config = settings_from(given)
-    run = RunSpec(mode, mode, 0, config.objective, 1.0)
+    run = RunSpec(mode, 0, config.objective, 1.0)
     longest = int(step.response_length_S.max())
     table_1SC = torch.zeros(1, len(samples), longest, dtype=torch.float64)
     for at, sample in enumerate(samples):

@@ -19,7 +19,7 @@ from aggcli.training.loop import Trainer
 from aggcli.training.report import RunReport
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE, World, join, leave
-from tests.fixtures import MODES
+from tests.fixtures import MODES, rules_named
 
 SMALL: dict[str, Any] = {
     "rollout_batch_size": 4,
@@ -78,7 +78,7 @@ def setup_of(**settings: Any) -> grid.Setup:
 
 
 def runs_of(setup: grid.Setup, modes: Sequence[str] = MODES, seeds: Sequence[int] = (0,)) -> list[RunSpec]:
-    return grid.runs_of(setup.config, modes, seeds, setup.response_limit)
+    return grid.runs_of(setup.config, rules_named(modes, setup.config.objective), seeds, setup.response_limit)
 
 
 def train(setup: grid.Setup, runs: Sequence[RunSpec], world: World = ALONE) -> Trained:

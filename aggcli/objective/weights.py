@@ -202,7 +202,7 @@ class _Counting:
         elif rule.micro_batches == "share of samples":
             factor_S = factor_S * places.size_S / _shared(torch.ones_like(factor_S), self._scope("rank"))
         elif rule.micro_batches == "mean of the step":
-            kept_S = self._is_full if rule.drops_smaller_micro_batches else torch.ones_like(factor_S)
+            kept_S = self._is_full.double() if rule.drops_smaller_micro_batches else torch.ones_like(factor_S)
             factor_S = factor_S / _shared(kept_S / places.size_S, self._scope("step")).clamp(min=1.0)
         return factor_S / places.accumulation_S if rule.divides_by_accumulation_again else factor_S
 

@@ -67,6 +67,8 @@ def _table(steps: Sequence[Step], rules: Sequence[str], head: Mapping[str, Any])
 
 def _change(found: Sequence[Mapping[str, Any]]) -> str:
     """The largest change over steps; a weight that became NaN is worse than any number."""
+    if _verdict(found) == "not compared":
+        return ""
     changes = [report["deviation"] for report in found]
     if any(change is None or math.isinf(change) for change in changes):
         return "NaN"

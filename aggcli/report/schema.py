@@ -16,6 +16,7 @@ from aggcli.config import FIELDS
 from aggcli.measurement.catalogue import METRICS, Metric, describe
 from aggcli.records import LAYOUTS, MANIFEST, SCHEMA, TIMINGS
 from aggcli.records import METRICS as METRICS_FILE
+from aggcli.rules import Rule
 
 Schema = Mapping[str, Any]
 
@@ -177,7 +178,7 @@ def _setting(hint: Any) -> Schema:
         return _one_of(*options)
     if origin is tuple:
         return _list(TEXT)
-    return {bool: FLAG, int: WHOLE, float: NUMBER, str: TEXT, type(None): {"type": "null"}}[hint]
+    return {bool: FLAG, int: WHOLE, float: NUMBER, str: TEXT, Rule: TEXT, type(None): {"type": "null"}}[hint]
 
 
 _SETTINGS = {

@@ -195,7 +195,8 @@ class Rule:
         return tuple(getattr(self, name) for name in names)
 
     def in_scope(self, scope: Scope) -> Rule:
-        """The mode with every denominator counted in `scope`, averaged over micro-batches and ranks from there up.
+        """The mode with every denominator counted in `scope`, averaged over micro-batches and ranks from there up. Its metrics
+        are sample means, so that they do not move with the layout as its loss does.
 
         Raises `SettingError` for a framework's rule, which counts as its framework does.
         """
@@ -212,6 +213,7 @@ class Rule:
             divides_by=tuple(dataclasses.replace(d, scope=scope) for d in self.divides_by),
             micro_batches="mean" if scope == "micro-batch" else "sum",
             ranks="mean",
+            metrics="the sample mean",
         )
 
     def with_divisor(self, divisor: float | None) -> Rule:

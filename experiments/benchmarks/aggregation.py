@@ -35,9 +35,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aggcli.config import MODES, ObjectiveConfig
-from aggcli.objective.aggregation import aggregate, step_denominators, token_weights
+from aggcli.config import ObjectiveConfig
+from aggcli.objective.weights import aggregate, rule_weights
 from aggcli.rollouts.batch import RolloutBatch
+from aggcli.rules import MODES, find_rule, names_of
 
 SAMPLES = 4096
 SHORTEST, LONGEST = 16, 1024
@@ -63,8 +64,7 @@ def ours(batch: RolloutBatch, loss_T: Tensor, mode: str) -> Tensor:
 
 
 def weights_of(batch: RolloutBatch, mode: str, dtype: torch.dtype) -> Tensor:
-    denominators = step_denominators(batch, prompt_sums=mode == "prompt_mean")
-    return token_weights(mode, batch, denominators, OBJECTIVE, dtype)
+    return rule_weights(OBJECTIVE.in_force(find_rule(mode)), batch).to(dtype)
 
 
 def reduce_only(loss_T: Tensor, weights_T: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=1, help="torch threads, for all alike; 0: torch's own choice (default: 1)"
     )
-    parser.add_argument("--modes", default=",".join(MODES), help="modes, with commas (default: all four)")
+    parser.add_argument("--modes", default=",".join(names_of(MODES)), help="modes, with commas (default: all four)")
     parser.add_argument("--plain-malloc", action="store_true", help="let the C library hand freed memory back")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     asked = parser.parse_args()

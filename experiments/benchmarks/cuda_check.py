@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from aggcli import grid
-from aggcli.config import MODES, settings_from
+from aggcli.config import settings_from
 from aggcli.policy.transformer import shapes
+from aggcli.rules import MODES
 from aggcli.world import ALONE
 
 

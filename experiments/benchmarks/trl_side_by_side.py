@@ -178,7 +178,8 @@ def timed(command: list[str], threads: int, **environment: str) -> tuple[float, 
 def shares(runs: int, steps: int) -> dict[str, float]:
     """Where the time of one process goes that trains `runs` runs: the shares of a step's parts, medians over steps."""
     from aggcli import grid
-    from aggcli.config import MODES, settings_from
+    from aggcli.config import settings_from
+    from aggcli.rules import MODES
     from aggcli.world import ALONE
 
     setup = grid.set_up(settings_from({"steps": steps, "max_response_length": LIMIT}))

@@ -1,4 +1,4 @@
-"""Presets by a second route: each framework's own loop, laws over random splits, and polgrad as an independent oracle."""
+"""Rules by a second route: each framework's own loop, laws over random splits, and polgrad as an independent oracle."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from polgrad.aggregate import Aggregation, effective_token_weights, microbatch_token_weights
 
-from aggcli.audit import batch_of, preset_loss, rule_named, schedule_of
-from aggcli.config import MODES, settings_from
-from aggcli.objective.aggregation import step_denominators, token_weights
-from aggcli.objective.presets.registry import PRESETS, find_rule
-from aggcli.objective.presets.weights import can_run, preset_weights, scoped_weights
+from aggcli.audit import batch_of, rule_loss, rule_named, schedule_of
+from aggcli.config import settings_from
+from aggcli.objective.weights import can_represent, rule_weights
+from aggcli.rules import ELSEWHERE, RULES, find_rule, names_of
+from tests import closed_form
 from tests.closed_form import token_numbers
-from tests.fixtures import Sample, fx_a, fx_b, fx_d, fx_e, fx_f, random_fanout
+from tests.fixtures import MODES, Sample, fx_a, fx_b, fx_d, fx_e, fx_f, random_fanout, rules_named
 from tests.framework_loops import LOOPS, rows_of, step_loss
 
 # -- a second route --------------------------------------------------------------------------------------------------
@@ -56,8 +56,8 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_equals_its_framework_run_as_a_loop(name: str, batch: str) -> None:
+@pytest.mark.parametrize("name", names_of(ELSEWHERE))
+def test_a_rule_equals_its_framework_run_as_a_loop(name: str, batch: str) -> None:
     samples = BATCHES[batch]
     losses = token_numbers(samples, [sample["advantage"] for sample in samples], 0.2, 0.28)["pg_loss"]
     rows = rows_of(samples, losses)
@@ -72,11 +72,11 @@ def test_a_preset_equals_its_framework_run_as_a_loop(name: str, batch: str) -> N
     )
     for split in splits:
         expected = step_loss(name, rows, split, 20.0)
-        assert preset_loss(name, samples, split, divisor=20) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        assert rule_loss(name, samples, split, divisor=20) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_every_preset_has_a_loop_to_be_checked_against() -> None:
-    assert set(LOOPS) == set(PRESETS)
+def test_every_rule_has_a_loop_to_be_checked_against() -> None:
+    assert set(LOOPS) == set(names_of(ELSEWHERE))
 
 
 # -- laws ------------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def splits(draw: st.DrawFn, samples: int) -> list[list[list[int]]]:
     return [pieces[a:b] for a, b in zip([0, *ranks[:-1]], ranks, strict=True)]
 
 
-EXACT = [name for name, preset in PRESETS.items() if preset.layouts == "any" and not preset.local_counts]
+EXACT = [rule.name for rule in ELSEWHERE if rule.layouts == "any" and not rule.local_counts]
 
 
 def test_the_rules_that_count_over_the_step_are_these() -> None:
@@ -105,35 +105,37 @@ def test_a_rule_that_counts_over_the_step_has_the_same_weights_under_any_split(s
     step = batch_of(_with_grpo_advantages(fx_d()))
     whole, cut = schedule_of([[list(range(9))]], 9), schedule_of(split, 9)
     for name in (*MODES, *EXACT):
-        preset = find_rule(name).preset
-        expected_T = preset_weights(preset, step, whole, divisor=20)
-        assert torch.allclose(preset_weights(preset, step, cut, divisor=20), expected_T, rtol=1e-12, atol=0)
+        rule = find_rule(name).with_divisor(20)
+        expected_T = rule_weights(rule, step, [whole])
+        assert torch.allclose(rule_weights(rule, step, [cut]), expected_T, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("scale", ["rollouts", "prompts"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_as_facts_is_the_mode_itself(mode: str, scale: str) -> None:
+def test_a_mode_is_its_closed_form_under_any_split(mode: str, scale: str) -> None:
     objective = settings_from({"loss_aggregation_divisor": 10.0, "prompt_mean_scale": scale}).objective
-    step = batch_of(random_fanout())
-    expected_T = token_weights(mode, step, step_denominators(step, prompt_sums=True), objective)
+    (rule,) = rules_named([mode], objective)
+    samples = random_fanout()
+    step = batch_of(samples)
+    expected = [weight for row in closed_form.weights(samples, mode, 10.0, scale) for weight in row]
     for size in (1, step.num_samples):
         split = [[list(range(at, min(at + size, step.num_samples))) for at in range(0, step.num_samples, size)]]
-        found_T = scoped_weights(mode, step, schedule_of(split, step.num_samples), "step", objective)
-        assert torch.allclose(found_T, expected_T, rtol=1e-14, atol=0)
+        found_T = rule_weights(rule, step, [schedule_of(split, step.num_samples)])
+        assert found_T.tolist() == pytest.approx(expected, rel=1e-13, abs=0)
 
 
 def test_an_idle_rank_counts_in_a_mean_over_ranks() -> None:
-    assert preset_loss("token_mean@rank", fx_b(), [[[0, 1, 2, 3]], []]) == pytest.approx(2.75 / 16 / 2, abs=1e-12)
-    assert preset_loss("token_mean", fx_b(), [[[0, 1, 2, 3]], []]) == pytest.approx(2.75 / 16, abs=1e-12)
+    assert rule_loss("token_mean@rank", fx_b(), [[[0, 1, 2, 3]], []]) == pytest.approx(2.75 / 16 / 2, abs=1e-12)
+    assert rule_loss("token_mean", fx_b(), [[[0, 1, 2, 3]], []]) == pytest.approx(2.75 / 16, abs=1e-12)
 
 
 def test_equal_micro_batches_are_asked_of_the_frameworks_that_only_deal_those() -> None:
-    assert can_run(PRESETS["trl:grpo"], schedule_of([[[0, 3], [1, 2]]], 4))
-    assert not can_run(PRESETS["trl:grpo"], schedule_of([[[0, 1, 2], [3]]], 4))
-    assert not can_run(PRESETS["trl:grpo"], schedule_of([[[0, 1]], [[2], [3]]], 4))
-    assert can_run(PRESETS["verl-legacy:token-mean"], schedule_of([[[0, 1]], [[2], [3]]], 4))
-    assert not can_run(PRESETS["verl-legacy:token-mean"], schedule_of([[[0, 1, 2]], [[3]]], 4))
-    assert can_run(PRESETS["trl:dapo"], schedule_of([[[0, 1, 2]], [[3]]], 4))
+    assert can_represent(RULES["trl:grpo"], schedule_of([[[0, 3], [1, 2]]], 4))
+    assert not can_represent(RULES["trl:grpo"], schedule_of([[[0, 1, 2], [3]]], 4))
+    assert not can_represent(RULES["trl:grpo"], schedule_of([[[0, 1]], [[2], [3]]], 4))
+    assert can_represent(RULES["verl-legacy:token-mean"], schedule_of([[[0, 1]], [[2], [3]]], 4))
+    assert not can_represent(RULES["verl-legacy:token-mean"], schedule_of([[[0, 1, 2]], [[3]]], 4))
+    assert can_represent(RULES["trl:dapo"], schedule_of([[[0, 1, 2]], [[3]]], 4))
 
 
 # -- polgrad 0.2.1, an oracle of its own -------------------------------------------------------------------------------
@@ -171,6 +173,6 @@ def test_polgrad_gives_the_same_mean_of_micro_batch_means(name: str) -> None:
     starts = [sum(sizes[:at]) for at in range(len(sizes))]
     split = [[list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]]
     step = batch_of(samples)
-    rule = rule_named(name, divisor=10.0, normalizer="micro-batch")
+    rule = rule_named(f"{name}@micro-batch", divisor=10.0)
     found_T = rule.weights(step, schedule_of(split, step.num_samples), 1)
     assert torch.allclose(found_T[step.loss_mask_T], expected_T, rtol=1e-12, atol=0)

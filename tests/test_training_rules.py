@@ -10,21 +10,22 @@ import torch
 from aggcli.config import settings_from
 from aggcli.layout.schedule import parse_layout
 from aggcli.training.stack import RunSpec
-from aggcli.training.step import rule_weights
+from aggcli.training.step import stack_weights
 from tests.cli import aggcli, records
 from tests.fixtures import batch_of, fx_b
 
 
 def _run(mode: str) -> RunSpec:
-    return RunSpec(mode, mode, 0, settings_from({"loss_aggregation_divisor": 10.0}).objective, 1e-3)
+    objective = settings_from({"loss_aggregation": mode, "loss_aggregation_divisor": 10.0}).objective
+    return RunSpec(mode, 0, objective, 1e-3)
 
 
 def test_the_mean_of_micro_batch_means_weighs_fx_b_as_worked_out_by_hand() -> None:
     """FX-B has 1, 3, 4, 8 tokens. Micro-batches of two samples hold 4 and 12 tokens; their means count half each."""
     step = batch_of(fx_b())
-    weight_T = rule_weights(step, [_run("trl:bnpo")], ["trl:bnpo"], parse_layout("dp1:contiguous", micro_batch_size=2))
+    weight_T = stack_weights(step, [_run("trl:bnpo")], parse_layout("dp1:contiguous", micro_batch_size=2))[0]
     assert weight_T.tolist() == pytest.approx([1 / 8] * 4 + [1 / 24] * 12, abs=1e-12)
-    whole_T = rule_weights(step, [_run("trl:bnpo")], ["trl:bnpo"], parse_layout("dp1"))
+    whole_T = stack_weights(step, [_run("trl:bnpo")], parse_layout("dp1"))[0]
     assert whole_T.tolist() == pytest.approx([1 / 16] * 16, abs=1e-12)
 
 
@@ -40,8 +41,8 @@ def test_each_run_of_a_stack_is_weighed_by_its_own_rule() -> None:
     )
     layout = parse_layout("dp1:contiguous", micro_batch_size=2)
     rules = ["sample_mean", "token_mean@micro-batch"]
-    together_T = rule_weights(both, [_run(rule) for rule in rules], rules, layout)
-    alone = [rule_weights(one, [_run(rule)], [rule], layout) for rule in rules]
+    together_T = stack_weights(both, [_run(rule) for rule in rules], layout)[0]
+    alone = [stack_weights(one, [_run(rule)], layout)[0] for rule in rules]
     torch.testing.assert_close(together_T, torch.cat(alone), rtol=1e-12, atol=0)
     assert alone[0][0] == pytest.approx(1 / 4)  # sample_mean: 1 / (4 rollouts * 1 token)
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from aggcli.audit import preset_loss, rule_named
+from aggcli.audit import rule_loss, rule_named
 from aggcli.errors import RolloutError, SettingError
-from aggcli.objective.presets.facts import EVIDENCE
-from aggcli.objective.presets.registry import ALIASES, PRESETS, find_rule
+from aggcli.rules import ALIASES, ELSEWHERE, EVIDENCE, RULES, find_rule, remark_on
 from tests.fixtures import fx_a, fx_b, fx_c
 
 DATA = Path(__file__).parent / "data"
@@ -24,8 +23,8 @@ CUT = [[[0, 3], [1, 2]]]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{case['preset']}-{case['layout']}" for case in CASES])
-def test_a_preset_gives_what_the_frameworks_own_code_gave(case: dict) -> None:
-    found = preset_loss(
+def test_a_rule_gives_what_the_frameworks_own_code_gave(case: dict) -> None:
+    found = rule_loss(
         case["preset"],
         FIXTURE["samples"],
         case["split"],
@@ -38,7 +37,7 @@ def test_a_preset_gives_what_the_frameworks_own_code_gave(case: dict) -> None:
 
 def test_the_golden_cases_are_all_there() -> None:
     assert len(CASES) == 84
-    assert {case["preset"] for case in CASES} <= set(PRESETS)
+    assert {case["preset"] for case in CASES} <= set(RULES)
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
@@ -90,7 +89,7 @@ INVARIANT = {
 @pytest.mark.parametrize("split", [WHOLE, CUT, [[[3], [2], [1], [0]]], [[[0, 3]], [[1, 2]]], [[[1], [2]], [[3], [0]]]])
 @pytest.mark.parametrize("name", INVARIANT)
 def test_an_exact_rule_gives_its_value_on_fx_b_under_every_split(name: str, split: list) -> None:
-    assert preset_loss(name, fx_b(), split, divisor=10) == pytest.approx(INVARIANT[name], abs=1e-8)
+    assert rule_loss(name, fx_b(), split, divisor=10) == pytest.approx(INVARIANT[name], abs=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +121,13 @@ def test_an_exact_rule_gives_its_value_on_fx_b_under_every_split(name: str, spli
     ],
 )
 def test_a_rule_that_counts_locally_gives_the_value_of_its_split_on_fx_b(name: str, split: list, expected: float) -> None:
-    assert preset_loss(name, fx_b(), split, divisor=10) == pytest.approx(expected, abs=1e-12)
+    assert rule_loss(name, fx_b(), split, divisor=10) == pytest.approx(expected, abs=1e-12)
 
 
 def test_without_a_divisor_the_padded_width_is_that_of_the_longest_response() -> None:
-    assert preset_loss("verl:seq-mean-token-sum-norm", fx_b(), CUT) == pytest.approx(2.75 / 4 / 8, abs=1e-12)
+    assert rule_loss("verl:seq-mean-token-sum-norm", fx_b(), CUT) == pytest.approx(2.75 / 4 / 8, abs=1e-12)
     # FX-C: the width is 6, masked tokens included
-    assert preset_loss("roll:seq-mean-token-sum-norm", fx_c(), CUT) == pytest.approx(-1.5 / 6, abs=1e-12)
+    assert rule_loss("roll:seq-mean-token-sum-norm", fx_c(), CUT) == pytest.approx(-1.5 / 6, abs=1e-12)
 
 
 # FX-C: sums -1, 2.5, -3 over 2, 5, 6 tokens, and a fourth sample that is masked out whole.
@@ -151,7 +150,7 @@ def test_without_a_divisor_the_padded_width_is_that_of_the_longest_response() ->
     ],
 )
 def test_a_fully_masked_row_counts_as_each_framework_says_on_fx_c(name: str, split: list, expected: float) -> None:
-    assert preset_loss(name, fx_c(), split, divisor=10) == pytest.approx(expected, abs=2e-9)
+    assert rule_loss(name, fx_c(), split, divisor=10) == pytest.approx(expected, abs=2e-9)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +162,14 @@ def test_a_fully_masked_row_counts_as_each_framework_says_on_fx_c(name: str, spl
     ],
 )
 def test_a_framework_without_epsilon_divides_0_by_0_where_a_piece_is_masked_out(name: str, split: list) -> None:
-    assert math.isnan(preset_loss(name, fx_c(), split))
+    assert math.isnan(rule_loss(name, fx_c(), split))
 
 
 def test_zero_advantage_tokens_leave_prime_rls_denominator() -> None:
     samples = fx_a()
     samples[3]["advantage"] = 0.0  # its 8 tokens go: (-.5 + 1.5 - 2) over the other 8
-    assert preset_loss("prime-rl", samples, CUT) == pytest.approx(-1 / 8, abs=1e-12)
-    assert preset_loss("token_mean", samples, CUT) == pytest.approx(-1 / 16, abs=1e-12)
+    assert rule_loss("prime-rl", samples, CUT) == pytest.approx(-1 / 8, abs=1e-12)
+    assert rule_loss("token_mean", samples, CUT) == pytest.approx(-1 / 16, abs=1e-12)
 
 
 def test_rows_and_rollouts_differ_where_a_rollout_is_split_into_samples() -> None:
@@ -179,8 +178,8 @@ def test_rows_and_rollouts_differ_where_a_rollout_is_split_into_samples() -> Non
     for sample, rollout in zip(samples, (0, 0, 1, 2), strict=True):
         sample["rollout_id"] = rollout
         sample["reward"] = None
-    assert preset_loss("slime:sample_mean", samples, CUT) == pytest.approx((1.0 / 4 - 0.5 + 0.5) / 3, abs=1e-12)
-    assert preset_loss("verl:seq-mean-token-mean", samples, CUT) == pytest.approx(0.0, abs=1e-9)
+    assert rule_loss("slime:sample_mean", samples, CUT) == pytest.approx((1.0 / 4 - 0.5 + 0.5) / 3, abs=1e-12)
+    assert rule_loss("verl:seq-mean-token-mean", samples, CUT) == pytest.approx(0.0, abs=1e-9)
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
@@ -189,31 +188,31 @@ def test_rows_and_rollouts_differ_where_a_rollout_is_split_into_samples() -> Non
 def test_every_alias_leads_to_a_rule_and_says_what_it_maps_to() -> None:
     for alias, (target, note) in ALIASES.items():
         found = find_rule(alias)
-        assert found.preset == find_rule(target).preset
-        assert found.note == f"{alias} is taken as {target}: {note}"
+        assert found == find_rule(target)
+        assert remark_on(alias).startswith(f"{alias} is taken as {target}: {note}")
         assert len(note) > 5
 
 
 def test_dapo_names_its_three_meanings() -> None:
-    note = find_rule("dapo").note
+    note = remark_on("dapo")
     assert all(part in note for part in ("prompt_mean", "token_mean", "micro-batch token means", "verl-legacy:token-mean"))
 
 
-def test_every_preset_says_how_it_is_known_and_names_what_it_divides_by() -> None:
-    for preset in PRESETS.values():
-        assert preset.evidence in EVIDENCE
-        assert preset.version
-        assert preset.option
-        assert bool(preset.divisor_is) == any(d.counted in ("divisor", "padded width") for d in preset.divides_by)
-        if preset.evidence == "second-hand":
-            assert preset.unverified
-        if preset.unverified:
-            assert preset.unverified in find_rule(preset.name).note
+def test_every_rule_of_a_framework_says_how_it_is_known_and_names_what_it_divides_by() -> None:
+    for rule in ELSEWHERE:
+        assert rule.evidence in EVIDENCE
+        assert rule.version
+        assert rule.option
+        assert bool(rule.divisor_is) == any(d.counted in ("divisor", "padded width") for d in rule.divides_by)
+        if rule.evidence == "second-hand":
+            assert rule.unverified
+        if rule.unverified:
+            assert rule.unverified in remark_on(rule.name)
 
 
 def test_each_framework_has_one_default_at_most() -> None:
-    for framework in {preset.framework for preset in PRESETS.values()}:
-        assert sum(preset.is_default for preset in PRESETS.values() if preset.framework == framework) <= 1
+    for framework in {rule.framework for rule in ELSEWHERE}:
+        assert sum(rule.is_default for rule in ELSEWHERE if rule.framework == framework) <= 1
 
 
 @pytest.mark.parametrize(
@@ -234,24 +233,24 @@ def test_a_name_that_nobody_uses_is_refused_with_those_that_exist(name: str, mes
 
 def test_a_missing_divisor_is_refused_by_the_name_it_has_there() -> None:
     with pytest.raises(SettingError, match="trl:dr_grpo divides by max_completion_length"):
-        preset_loss("trl:dr_grpo", fx_b(), WHOLE)
+        rule_loss("trl:dr_grpo", fx_b(), WHOLE)
     for divisor in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(SettingError, match="must be a positive finite number"):
-            preset_loss("trl:dr_grpo", fx_b(), WHOLE, divisor=divisor)
+            rule_loss("trl:dr_grpo", fx_b(), WHOLE, divisor=divisor)
 
 
 @pytest.mark.parametrize("split", [[[[0, 1, 2]]], [[[0, 1, 2, 3, 3]]], [[[0, 1, 2, 4]]], []])
 def test_a_split_that_does_not_hold_each_sample_once_is_refused(split: list) -> None:
     with pytest.raises(RolloutError, match="each of the 4 samples exactly once"):
-        preset_loss("token_mean", fx_b(), split)
+        rule_loss("token_mean", fx_b(), split)
 
 
 def test_a_prompt_rule_without_group_index_is_refused_by_sample() -> None:
     samples = [{**sample, "group_index": None} for sample in fx_b()]
     with pytest.raises(RolloutError, match="sample 0: group_index is missing"):
-        preset_loss("skyrl:prompt_mean", samples, WHOLE)
+        rule_loss("skyrl:prompt_mean", samples, WHOLE)
 
 
-def test_presets_are_values_that_cannot_be_changed() -> None:
+def test_rules_are_values_that_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        PRESETS["areal"].name = "other"  # pyright: ignore[reportAttributeAccessIssue]
+        RULES["areal"].name = "other"  # pyright: ignore[reportAttributeAccessIssue]
