@@ -24,7 +24,7 @@ from aggcli.rollouts.formats import Step
 from aggcli.rollouts.pickled import DamagedError, RefusedError, StandIn, plain_data
 from aggcli.rollouts.sequences import Response, Sequences
 from aggcli.rollouts.torch_files import unpickled_file
-from aggcli.rollouts.unpickling import Unpickler
+from aggcli.rollouts.unpickling import Bounded, Unpickler
 
 STREAMS = {
     "action_log_probs": "log_probs",
@@ -86,7 +86,7 @@ def _load(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         try:
-            state = plain_data(Unpickler(file, more=_stand_in).load(), size)
+            state = plain_data(Unpickler(Bounded(file, size), more=_stand_in).load(), size)
             if not isinstance(state, Mapping):
                 raise DamagedError(f"is a pickled {type(state).__name__}, not a SkyRL batch")
             batch, metadata = state.get("batch_dict", state), state.get("metadata")

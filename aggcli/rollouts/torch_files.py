@@ -18,7 +18,7 @@ from aggcli.errors import RolloutError
 from aggcli.rollouts.files import opened
 from aggcli.rollouts.limits import UNPACKED, limit, raised
 from aggcli.rollouts.pickled import DamagedError, RefusedError, Storage, plain_data
-from aggcli.rollouts.unpickling import Unpickler, legacy_storages
+from aggcli.rollouts.unpickling import Bounded, Unpickler, legacy_storages
 
 ZIP = b"PK\x03\x04"
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9"
@@ -54,9 +54,9 @@ def unpickled_file(file: BinaryIO) -> tuple[Any, int]:
     if head.startswith(ZIP):
         return _from_zip(file, size)
     if head == LEGACY:
-        return _from_pickles(file), size
+        return _from_pickles(Bounded(file, size)), size
     if head.startswith(b"\x80"):
-        plain_data(Unpickler(file).load(), size)  # names what it holds, if that is not plain data
+        plain_data(Unpickler(Bounded(file, size)).load(), size)  # names what it holds, if that is not plain data
         raise DamagedError("it is a plain pickle, not a file of torch.save: save it with torch.save")
     raise DamagedError("it is truncated or not a torch file")
 
@@ -116,7 +116,7 @@ def _has_descriptor(file: BinaryIO) -> bool:
 # -- the older format -----------------------------------------------------------------------------------------------------
 
 
-def _from_pickles(file: BinaryIO) -> Any:
+def _from_pickles(file: Bounded) -> Any:
     storages: dict[str, Storage] = {}
 
     def storage(key: str, kind: str, elements: int) -> Storage:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 from aggcli.rollouts.pickled import KINDS, TABLE, DamagedError, Made, Named, RefusedError, Storage
 
@@ -19,6 +19,17 @@ KEYS = (str, int, float, bool, type(None), bytes)
 
 
 _Python: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]  # the reader in Python
+
+
+class Bounded:
+    """A file of `size` bytes to read from, which never sets memory aside for more bytes than it has left."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+        self.readline = file.readline
+
+    def read(self, count: int) -> bytes:
+        return self._file.read(min(count, max(self._size - self._file.tell(), 0)))
 
 
 class Unpickler(_Python):
