@@ -71,7 +71,7 @@ def test_nemo_rl_rows_lose_padding_and_prompt_and_keep_two_streams(tmp_path: Pat
     assert batch.reward_S is not None
     assert (batch.reward_S.tolist(), batch.group_S.tolist()) == ([1.0, 0.0], [0, 0])
     assert any(
-        note.startswith("no group ids in the file: groups are assumed, by equal prompt (1 group)") for note in batch.notes
+        note.startswith("no group ids in the file: groups are assumed, rows of equal prompt (1 group)") for note in batch.notes
     )
 
 

@@ -6,11 +6,11 @@ from tests.fuzz_readers import SEEDS, case, fuzz, read
 
 
 def test_mutated_files_of_every_format_are_read_or_refused(tmp_path) -> None:
-    counts, failures = fuzz(1400, seed=0)
+    counts, failures = fuzz(30 * len(SEEDS), seed=0)
     assert not failures
     for kind in SEEDS:
-        assert counts[kind, "refused"] + counts[kind, "read"] == 100
-        assert counts[kind, "refused"] > 20, kind  # else the mutations change nothing that is looked at
+        assert counts[kind, "refused"] + counts[kind, "read"] == 30
+        assert counts[kind, "refused"] > 5, kind  # else the mutations change nothing that is looked at
 
 
 def test_the_files_that_are_mutated_are_whole_ones(tmp_path) -> None:

@@ -90,11 +90,13 @@ def twice(order: list[int]) -> list[dict[str, Any]]:
 def test_groups_of_equal_prompt_are_said_to_be_assumed_in_inspect_and_in_notes(tmp_path: Path, capsys: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", twice(list(range(8))))
     shown = aggcli(capsys, "inspect", path)
-    assert "by equal prompt, assumed: 1 group" in " ".join(shown.out.split())
+    assert "assumed, rows of equal prompt" in " ".join(shown.out.split())
     assert "independent groups of one prompt are merged (--group-size N takes them apart)" in shown.err
     (step,), err = compared(capsys, tmp_path, path)
     assert step["modes"]["token_mean"]["groups"] == 1
-    assert "groups are assumed, by equal prompt (1 group)" in err
+    assert "groups are assumed, rows of equal prompt (1 group)" in err
+    table = aggcli(capsys, "compare", "--rollouts", path, "--modes", "token_mean", "--output", tmp_path / "table").out
+    assert "std with n-1; groups: assumed, rows of equal prompt" in " ".join(table.split())
     (step,), err = compared(capsys, tmp_path, path, "--group-size", 4, "--modes", "sample_mean,prompt_mean,token_mean")
     assert {values["zero_variance_groups"] for values in step["modes"].values()} == {2}
     assert {values["pg_loss"] for values in step["modes"].values()} == {0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch._utils import _rebuild_tensor_v2
 
+from aggcli.rollouts.parquet_footer import column_sizes
 from tests.cli import aggcli, completed, environment, refused, strict_json, write_jsonl
 
 LINE = {"response_length": 2, "group_index": 0, "reward": 1.0}
@@ -315,6 +317,23 @@ def test_parquet_with_damaged_pages_or_texts_ends_in_one_line(tmp_path: Path, ca
         (tmp_path / "b.parquet").write_bytes(damaged)
         result = aggcli(capsys, "inspect", tmp_path / "b.parquet")
         assert result.code == 0 or refused(result), at
+
+
+def test_the_sizes_of_columns_are_those_that_arrow_tells_and_a_damaged_footer_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, 2, 3], "b": [["x"], [], ["y", "z"]]}), tmp_path / "a.parquet", row_group_size=2)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    metadata = pq.read_metadata(tmp_path / "a.parquet")
+    told = [metadata.row_group(group).column(column) for group in range(2) for column in range(2)]
+    expected = [(c.path_in_schema.split(".")[0], c.num_values, c.total_uncompressed_size) for c in told]
+    assert [tuple(size) for size in column_sizes(io.BytesIO(whole))] == expected
+    assert [size.values for size in column_sizes(io.BytesIO(whole))] == [2, 2, 1, 2]
+    (length,) = struct.unpack("<I", whole[-8:-4])
+    for at in range(len(whole) - 8 - length, len(whole)):
+        for bits in (0x01, 0x80, 0xFF):
+            damaged = bytearray(whole)
+            damaged[at] ^= bits
+            with contextlib.suppress(ValueError):
+                column_sizes(io.BytesIO(damaged))
 
 
 def test_a_timestamp_out_of_range_in_an_unread_column_hinders_nothing(tmp_path: Path, capsys: Any) -> None:

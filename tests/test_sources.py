@@ -142,3 +142,13 @@ def test_what_may_not_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
             read(path)
     with refused(r".*: cannot be read \(Permission denied\)"):
         open_source(SourceConfig(rollouts=(str(tmp_path),)), 0)
+
+
+def test_no_module_of_the_readers_imports_one_that_imports_it() -> None:
+    """Taking away, again and again, the modules that import none of those left must take all of them away."""
+    graph = pytest.importorskip("grimp").build_graph("aggcli", cache_dir=None)
+    left = {module for module in graph.modules if module.startswith("aggcli.rollouts.")}
+    assert len(left) > 20
+    while free := {module for module in left if not graph.find_modules_directly_imported_by(module) & left}:
+        left -= free
+    assert not left

@@ -117,12 +117,14 @@ class StepInputs:
 def with_advantages(batch: RolloutBatch, objective: ObjectiveConfig) -> tuple[Tensor | None, str]:
     """The advantage of every token of a rollout batch, float64 [T] (None where nothing gives one), and where it came from.
 
-    Group statistics need whole groups, so this runs before the batch is cut into optimizer steps.
+    Where the file does not name its groups, that says how they were found, too. Group statistics need whole groups, so this
+    runs before the batch is cut into optimizer steps.
     Raises `RolloutError` when recorded advantages are asked for and there are none.
     """
     rule = objective.advantages
+    groups = f"; groups: {batch.grouping}" if batch.grouping else ""
     if batch.advantages_T is not None and rule in ("auto", "recorded"):
-        return batch.advantages_T.double(), "recorded in the file"
+        return batch.advantages_T.double(), f"recorded in the file{groups}"
     if rule == "recorded":
         raise RolloutError(f"{batch.name}: --advantages recorded, but the file has none; choose grpo or mean_only")
     divide = rule != "mean_only"
@@ -133,7 +135,7 @@ def with_advantages(batch: RolloutBatch, objective: ObjectiveConfig) -> tuple[Te
     advantage_S = group_advantages(batch.reward_S, batch.rollout_S, batch.group_S, divide_by_std=divide)
     made_T = torch.repeat_interleave(advantage_S, batch.response_length_S, output_size=batch.loss_mask_T.numel())
     form = "(reward - group mean) / (std + 1e-6), std with n-1" if divide else "reward - group mean, no std"
-    return made_T, f"from rewards: {form}"
+    return made_T, f"from rewards: {form}{groups}"
 
 
 def step_inputs(

@@ -303,7 +303,7 @@ class BatchBuilder:
                 f" divides {rollouts}, or a file with group_index"
             )
         self.notes.append(f"no group_index in the file: grouped every {size} consecutive rollouts (--group-size)")
-        self.grouping = f"every {size} consecutive rollouts, as --group-size says"
+        self.grouping = f"every {size} consecutive rollouts (--group-size)"
         return rollout_S // size, tuple(range(rollouts // size))
 
     def _unit_note(self) -> list[str]:

@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aggcli.config import SourceConfig
-from aggcli.errors import RolloutError, printable, some
+from aggcli.errors import RolloutError, some
 from aggcli.rollouts.files import opened
+from aggcli.rollouts.steps import Step
 from aggcli.rollouts.torch_files import LEGACY, ZIP, load
 
 if TYPE_CHECKING:  # the batch type needs torch, which telling formats does not
     from aggcli.rollouts.batch import RolloutBatch
-
-
-@dataclass(frozen=True)
-class Part:
-    """One step of a file that holds several: what its rows call it, and how many they are."""
-
-    key: int | str
-    rows: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """The files of one step: one; or those of all ranks; or a train dump and the rollout dump of the same rollout.
-
-    Or a file that holds several steps, its `parts`, in the order in which they are read.
-    """
-
-    path: Path
-    format: str
-    rollout_dump: Path | None = None
-    ranks: tuple[Path, ...] = ()
-    parts: tuple[Part, ...] = ()
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The step's own files, without the rollout dump."""
-        return (self.path, *self.ranks)
-
-    @property
-    def labels(self) -> list[str]:
-        """How the name of each of its steps calls the file, or the folder where files of every step have the same name."""
-        label = self.path.name
-        if self.format in ("prime-rl", "tinker"):
-            label = self.path.parent.name if self.format == "prime-rl" else "/".join(self.path.parts[-2:])
-        label = printable(label)
-        return [f"{label}, step {printable(str(part.key))}" for part in self.parts] or [label]
 
 
 Reader = Callable[[Step, Sequence[str], SourceConfig], "Iterator[RolloutBatch]"]

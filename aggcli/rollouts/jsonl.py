@@ -18,8 +18,8 @@ from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import shown
 from aggcli.rollouts.files import opened
-from aggcli.rollouts.formats import Step
 from aggcli.rollouts.known import Unread
+from aggcli.rollouts.steps import Step
 
 ROWS = 64
 """Rows taken at a time: enough to share the work of looking at them, few enough to stay in the processor's cache."""

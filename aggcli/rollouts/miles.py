@@ -15,10 +15,10 @@ from aggcli.errors import RolloutError, some
 from aggcli.rollouts.batch import RecordedLayout, RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import plain, shown
-from aggcli.rollouts.formats import Step
 from aggcli.rollouts.known import TOKEN_LISTS
 from aggcli.rollouts.slime import TRAIN_FIELDS, join_rollout, samples_of
 from aggcli.rollouts.slime_layout import recorded_layout
+from aggcli.rollouts.steps import Step
 from aggcli.rollouts.torch_files import load
 
 STREAMS = (*TOKEN_LISTS, "advantage")

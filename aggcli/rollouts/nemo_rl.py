@@ -10,9 +10,9 @@ from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import FieldError, plain, shown, whole
-from aggcli.rollouts.formats import Step
 from aggcli.rollouts.jsonl import json_rows
 from aggcli.rollouts.sequences import Sequences, response_part
+from aggcli.rollouts.steps import Step
 
 STREAMS = {"prev_logprobs": "log_probs", "generation_logprobs": "rollout_log_probs"}
 LISTS = ("token_ids", "token_loss_mask", *STREAMS)

@@ -12,9 +12,9 @@ from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import FieldError, listed, plain, whole
-from aggcli.rollouts.formats import Step
 from aggcli.rollouts.jsonl import json_rows
 from aggcli.rollouts.sequences import Response, Sequences, prompt_of, response_part
+from aggcli.rollouts.steps import Step
 
 NAMES = {
     "action_log_probs": "log_probs",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -13,9 +13,10 @@ from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.files import opened
-from aggcli.rollouts.formats import Step
 from aggcli.rollouts.known import FIELDS, Unread
 from aggcli.rollouts.limits import ENTRIES, UNPACKED, limit, raised
+from aggcli.rollouts.parquet_footer import ColumnSize, column_sizes
+from aggcli.rollouts.steps import Step
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,9 +49,9 @@ def parquet_rows(path: Path, wanted: Collection[str] | None = None) -> Iterator[
 
     Raises `RolloutError` for a damaged file, and for one that stands for far more than its size.
     """
-    with _opened(path) as (file, size):
+    with _opened(path) as (file, size, sizes):
         names = [name for name in dict.fromkeys(file.schema_arrow.names) if wanted is None or name in wanted]
-        values = _check_size(path, file.metadata, names, size)
+        values = _check_size(path, sizes, names, size)
         rows = max(1, min(ROWS, VALUES * max(file.metadata.num_rows, 1) // max(values, 1)))
         for batch in file.iter_batches(rows, columns=names):
             batch.validate(full=True)
@@ -68,16 +69,10 @@ def _values(column: Any) -> list[Any]:
     return [None if at is None else values[at] for at in column.indices.to_pylist()]
 
 
-def _check_size(path: Path, metadata: Any, names: Collection[str], size: int) -> int:
-    """Refuse a file whose columns unpack to far more than it holds; the number of their values."""
-    unpacked = values = 0
-    for group in range(metadata.num_row_groups):
-        about = metadata.row_group(group)
-        for at in range(about.num_columns):
-            column = about.column(at)
-            if column.path_in_schema.split(".")[0] in names:
-                unpacked += max(column.total_uncompressed_size, 0)
-                values += max(column.num_values, 0)
+def _check_size(path: Path, sizes: Sequence[ColumnSize], names: Collection[str], size: int) -> int:
+    """Refuse a file whose columns of these names unpack to far more than it holds; the number of their values."""
+    unpacked = sum(column.unpacked for column in sizes if column.name in names)
+    values = sum(column.values for column in sizes if column.name in names)
     if unpacked > 10 * size + limit(UNPACKED) or values > 8 * size + limit(ENTRIES):
         raise RolloutError(f"{path}: its {size} bytes would unpack to {unpacked:.3g} and {values:.3g} entries; {raised()}")
     return values
@@ -85,13 +80,13 @@ def _check_size(path: Path, metadata: Any, names: Collection[str], size: int) ->
 
 def schema_of(path: Path) -> pa.Schema:
     """The columns of a Parquet file."""
-    with _opened(path) as (file, _):
+    with _opened(path) as (file, *_):
         return file.schema_arrow
 
 
 def rows_of(path: Path) -> int:
     """The number of its rows."""
-    with _opened(path) as (file, _):
+    with _opened(path) as (file, *_):
         return file.metadata.num_rows
 
 
@@ -103,8 +98,8 @@ def columns_of(path: Path) -> dict[str, bool]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[pq.ParquetFile, int]]:
-    """The file and its size; whatever Arrow says of a damaged one, then or later, becomes one line."""
+def _opened(path: Path) -> Iterator[tuple[pq.ParquetFile, int, Sequence[ColumnSize]]]:
+    """The file, its size and those of its columns; whatever Arrow says of a damaged one, then or later, becomes one line."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -112,12 +107,14 @@ def _opened(path: Path) -> Iterator[tuple[pq.ParquetFile, int]]:
         size = handle.seek(0, 2)
         handle.seek(0)
         try:
+            sizes = column_sizes(handle)
+            handle.seek(0)
             # Texts stay dictionaries where they are written so: one long text used by every row is then held once.
             with pq.ParquetFile(handle, pre_buffer=False) as plain:
                 texts = [field.name for field in plain.schema_arrow if pa.types.is_string(field.type)]
             handle.seek(0)
             with pq.ParquetFile(handle, read_dictionary=texts, pre_buffer=False) as file:
-                yield file, size
+                yield file, size, sizes
         except (MemoryError, RolloutError):
             raise
         except (pa.ArrowException, OSError, ValueError, OverflowError, TypeError, KeyError) as error:

@@ -13,9 +13,9 @@ from aggcli.errors import RolloutError, some
 from aggcli.rollouts.batch import RecordedLayout, RecordedStep, RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import FieldError, listed, shown, whole
-from aggcli.rollouts.formats import Step
 from aggcli.rollouts.jsonl import json_rows
 from aggcli.rollouts.sequences import Sequences, response_part
+from aggcli.rollouts.steps import Step
 
 NAMES = {
     "trainer_logprobs": "log_probs",

@@ -20,9 +20,9 @@ from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.files import opened
-from aggcli.rollouts.formats import Step
 from aggcli.rollouts.pickled import DamagedError, RefusedError, StandIn, plain_data
 from aggcli.rollouts.sequences import Response, Sequences
+from aggcli.rollouts.steps import Step
 from aggcli.rollouts.torch_files import unpickled_file
 from aggcli.rollouts.unpickling import Bounded, Unpickler
 

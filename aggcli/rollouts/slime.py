@@ -18,8 +18,8 @@ from aggcli.errors import RolloutError, some
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import plain, shown
-from aggcli.rollouts.formats import Step
 from aggcli.rollouts.slime_layout import recorded_layout
+from aggcli.rollouts.steps import Step
 from aggcli.rollouts.torch_files import head_words, load
 
 Kind = Literal["slime-rollout", "slime-train", "miles-train"]

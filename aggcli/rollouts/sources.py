@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError, nearest, printable, some
 from aggcli.rollouts.files import SYNTHETIC, find_files, forget_pipes, is_eval
-from aggcli.rollouts.formats import READERS, TEXT_ONLY, Step, detect_format, is_empty, step_of
+from aggcli.rollouts.formats import READERS, TEXT_ONLY, detect_format, is_empty, step_of
+from aggcli.rollouts.steps import Step
 
 if TYPE_CHECKING:  # the batch type needs torch, which listing files does not
     from aggcli.rollouts.batch import RolloutBatch

@@ -17,7 +17,7 @@ from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import FieldError, counted, identifier, reward, shown
 from aggcli.rollouts.files import natural, size_of
-from aggcli.rollouts.formats import Part, Step
+from aggcli.rollouts.steps import Part, Step
 
 # -- lengths --------------------------------------------------------------------------------------------------------
 
@@ -116,15 +116,18 @@ class PromptGroups:
                 )
         groups = counted(len(self._groups), "group", "groups")
         if size is None:
-            how, unsure = "by equal prompt", "independent groups of one prompt are merged (--group-size N takes them apart)"
+            how, unsure = (
+                "rows of equal prompt",
+                "independent groups of one prompt are merged (--group-size N takes them apart)",
+            )
         elif all(rows == size for rows in self._rows.values()):
-            how, unsure = "by equal prompt", f"each prompt has the {size} rows of one group"
+            how, unsure = "rows of equal prompt", f"each prompt has the {size} rows of one group"
         else:
             how, unsure = (
                 f"every {size} consecutive rows of equal prompt",
                 "nothing in the file confirms which rows belong together",
             )
-        self._builder.grouping = f"{how}, assumed: {groups}"
+        self._builder.grouping = f"assumed, {how}"
         self._builder.notes.append(f"no group ids in the file: groups are assumed, {how} ({groups}); {unsure}")
 
 

@@ -12,8 +12,8 @@ from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import FieldError, shown, whole
-from aggcli.rollouts.formats import Step
 from aggcli.rollouts.jsonl import json_rows
+from aggcli.rollouts.steps import Step
 
 LACKS = "tinker-cookbook's summaries hold no token ids, masks, log-probabilities or advantages"
 STATUSES = {"length": "truncated", "stop": "completed"}

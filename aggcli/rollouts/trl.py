@@ -15,8 +15,8 @@ from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import FieldError
-from aggcli.rollouts.formats import Part, Step
 from aggcli.rollouts.parquet import parquet_rows, schema_of
+from aggcli.rollouts.steps import Part, Step
 from aggcli.rollouts.texts import PromptGroups, RewardColumns, batches, parts_of, text_lengths, text_of
 
 if TYPE_CHECKING:

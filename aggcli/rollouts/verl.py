@@ -17,8 +17,8 @@ from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import FieldError
 from aggcli.rollouts.files import opened
-from aggcli.rollouts.formats import Part, Step
 from aggcli.rollouts.jsonl import json_rows
+from aggcli.rollouts.steps import Part, Step
 from aggcli.rollouts.texts import PromptGroups, RewardColumns, batches, parts_of, text_lengths, text_of
 
 TEXTS = ("input", "output", "gts", "step", "request_id", "uid")
