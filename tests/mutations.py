@@ -224,10 +224,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/test_training_update.py",),
     ),
     Mutation(
-        "each context-parallel rank adds the gradient of every token",
-        "training/step.py",
-        "return place[mine_T], self.position_T[mine_T.cpu()]",
-        "return place, self.position_T",
+        "a context-parallel rank forgets what the others' tokens owe to its keys and values",
+        "training/forward.py",
+        "whole = ctx.world.add_up(gradients[0].contiguous().clone())",
+        "whole = gradients[0].contiguous()",
         ("tests/test_training_ranks.py",),
     ),
     Mutation(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli import aggcli, exactly, records, refused, replay, strict_json, write_jsonl
 from tests.fixtures import FX_B, fx_b
+from tests.speed import few
 
 # -- names and values -------------------------------------------------------------------------------------------------
 
@@ -165,7 +166,9 @@ def test_a_file_of_lengths_alone_works_and_says_what_is_skipped(tmp_path, capsys
     assert line["total_weight"] == 1.0
 
 
-@pytest.mark.parametrize("command", [["runs", "schema"], ["modes"], ["compare", "--rollouts", "example", "--output", "out"]])
+@pytest.mark.parametrize(
+    "command", few([["modes"], ["runs", "schema"], ["compare", "--rollouts", "example", "--output", "out"]])
+)
 def test_a_reader_that_has_seen_enough_is_no_fault(tmp_path: Path, command: list[str]) -> None:
     reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)
     reader.wait()
@@ -226,7 +229,14 @@ def test_without_an_output_folder_a_new_one_is_made_and_named(tmp_path, capsys, 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--version",), ("--help",), *((command, "--help") for command in ("run", "compare", "plot", "inspect", "modes", "env"))],
+    few(
+        [
+            ("--version",),
+            ("--help",),
+            *((command, "--help") for command in ("run", "compare", "plot", "inspect", "modes", "env")),
+        ],
+        fast=3,
+    ),
     ids=" ".join,
 )
 def test_help_and_version_import_nothing_heavy(arguments) -> None:
@@ -254,7 +264,7 @@ def _unreadable(tmp_path: Path) -> dict[str, Path]:
     return made | {"no*.jsonl": tmp_path / "no*.jsonl", "a name [nats]": tmp_path / "a name [nats]"}
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "inspect"])
+@pytest.mark.parametrize("command", few(["run", "compare", "inspect"]))
 @pytest.mark.parametrize(
     "name",
     ["missing.jsonl", "empty", "folder.jsonl", "picture.png", "cut.pt", "other", "no*.jsonl", "a name [nats]"],

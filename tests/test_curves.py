@@ -13,6 +13,7 @@ from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
 from aggcli.analysis.efficiency import common_asymptote, efficiency, fit_runs, mode_curves
 from aggcli.analysis.histories import MEASURES, History
 from aggcli.analysis.sigmoid import Grid, Parameters, grid_search, sigmoid, slopes
+from tests.speed import few
 
 SCALE_RL = {
     "ScaleRL": (2542, 1.92, 0.610),
@@ -59,7 +60,7 @@ def test_the_slopes_are_those_of_finite_differences():
         np.testing.assert_allclose(found[:, column], by_hand, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", SCALE_RL)
+@pytest.mark.parametrize("name", few(SCALE_RL))
 def test_the_papers_own_grid_gives_its_own_parameters_back(name: str):
     """Off its cells the best one is near: A within three cells of 0.005, C_mid within two of 403 GPU-hours, B within 0.1."""
     midpoint, exponent, asymptote = SCALE_RL[name]
@@ -102,6 +103,7 @@ def test_the_exponent_of_every_cell_is_as_good_as_scipys_curve_fit_makes_it(star
             assert search.cell(i, j).exponent == pytest.approx(best[0], rel=0.02)
 
 
+@pytest.mark.slow
 def test_planted_parameters_lie_in_their_own_intervals_in_95_percent_of_noisy_trials():
     """150 trials; 0.95 minus 3.5 binomial standard errors (1.8 %) is 0.888."""
     truth = np.array([TRUTH.asymptote, TRUTH.exponent, TRUTH.midpoint])
@@ -116,6 +118,7 @@ def test_planted_parameters_lie_in_their_own_intervals_in_95_percent_of_noisy_tr
     assert (covered < 1).all(), covered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deviation", [0.0, 0.01, 0.03])
 def test_curves_that_have_not_bent_are_refused(deviation: float):
     """A sixth of C_mid, a power law and a straight line; at most 1 in 30 is let through, where the level says 1 %."""

@@ -52,3 +52,10 @@ def test_context_parallel_ranks_hold_the_response_tokens_of_their_zig_zag_chunks
     short = long | {"response_length": 12, "total_length": 16}
     layouts = compared(capsys, tmp_path, [short], "--layouts", "dp1cp2").modes["token_mean"]["layouts"]
     assert layouts["dp1cp2"]["ranks"][0]["cp_tokens"] == [4, 8]
+
+
+def test_a_token_is_computed_where_the_token_before_it_stands(tmp_path, capsys) -> None:
+    """4 tokens on CP2, one a chunk: rank 1 has places 1 and 2, and so the log-probabilities of the tokens at 2 and 3."""
+    made = {"response_length": 2, "total_length": 4, "advantage": -1, "group_index": 0}
+    layouts = compared(capsys, tmp_path, [made], "--layouts", "dp1cp2").modes["token_mean"]["layouts"]
+    assert layouts["dp1cp2"]["ranks"][0]["cp_tokens"] == [0, 2]

@@ -17,6 +17,7 @@ from aggcli.objective.weights import rule_weights
 from aggcli.rules import PROMPT_MEAN
 from tests.cli import compared, exactly, per_layout, refused, replay, write_jsonl
 from tests.fixtures import Sample, batch_of, fx_b, fx_d, rules_named, sample
+from tests.speed import few
 
 STD = "(reward - group mean) / (std + 1e-6), std with n-1"
 
@@ -43,7 +44,7 @@ def advantages_of(
 # -- baselines --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shuffle", [None, 1, 2, 3])
+@pytest.mark.parametrize("shuffle", few([None, 1, 2, 3]))
 def test_uneven_groups_each_have_their_own_baseline_in_any_row_order(tmp_path, capsys, shuffle) -> None:
     """FX-D: ±0.5; exactly 0 for equal rewards; -1/3, -1/3, 2/3. One baseline for all would give g1 0.4444."""
     expected = [0.5, -0.5, 0.5, -0.5, 0.0, 0.0, -1 / 3, -1 / 3, 2 / 3]
@@ -68,6 +69,8 @@ def test_a_rollout_of_many_samples_enters_its_group_once(tmp_path, capsys) -> No
     """Rollout x has reward 1 and three samples, y has 0: mean 0.5, not 0.75."""
     samples = [s | {"rollout_id": r} for s, r in zip(rewarded((0, 1), (0, 1), (0, 1), (0, 0)), "xxxy", strict=True)]
     assert advantages_of(capsys, tmp_path, samples) == [exactly(a) for a in (0.5, 0.5, 0.5, -0.5)]
+    # Of two rewards, 1 and 0, and not of four: sqrt(1/2).
+    assert compared(capsys, tmp_path, samples).modes["sample_mean"]["raw_reward_batch_std"] == exactly(0.5**0.5)
 
 
 def test_an_unscored_rollout_stays_out_of_its_group_and_gets_0(tmp_path, capsys) -> None:
@@ -76,6 +79,13 @@ def test_an_unscored_rollout_stays_out_of_its_group_and_gets_0(tmp_path, capsys)
     told = compared(capsys, tmp_path, samples)
     assert told.modes["sample_mean"]["unscored_samples"] == 2
     assert told.modes["sample_mean"]["rollouts"] == 4
+
+
+def test_a_group_without_a_scored_rollout_is_none_of_right_wrong_and_equal(tmp_path, capsys) -> None:
+    samples = rewarded((0, None), (0, None), (1, 1), (1, 0))
+    values = compared(capsys, tmp_path, samples).modes["sample_mean"]
+    names = ("groups", "zero_variance_groups", "all_right_groups", "all_wrong_groups", "prompts")
+    assert [values[name] for name in names] == [1, 0, 0, 0, 2]
 
 
 # -- rollouts of several samples --------------------------------------------------------------------------------------
@@ -165,7 +175,7 @@ def test_a_batch_of_equal_groups_only_ends_with_a_plain_message(tmp_path, capsys
     assert "zero-variance groups 3/3: every advantage is 0, so pg_loss is exactly 0 and there is no signal" in told.err
 
 
-@pytest.mark.parametrize("beta", [0, 0.1])
+@pytest.mark.parametrize("beta", few([0.1, 0]))
 def test_equal_groups_lose_nothing_but_the_kl_term_shown_apart(tmp_path, capsys, beta) -> None:
     """new - reference = 0.1 on every token: k3 = exp(-0.1) - 1 + 0.1 = 0.0048374; the batch's n-1 deviation is 0.5774."""
     streams = {"log_probs": [-1.0, -2.0], "old_log_probs": [-1.0, -2.0], "ref_log_probs": [-1.1, -2.1]}

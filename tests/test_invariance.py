@@ -24,11 +24,11 @@ DIVISOR = 10.0
 # FX-D has no advantage of its own: these are reward minus group mean, worked out by hand.
 FX_D_ADVANTAGES = [0.5, -0.5, 0.5, -0.5, 0.0, 0.0, -1 / 3, -1 / 3, 2 / 3]
 FIXTURES: dict[str, Callable[[], list[Sample]]] = {
+    "random fan-out": random_fanout,
     "FX-B": fx_b,
     "FX-C": fx_c,
     "FX-D": lambda: [s | {"advantage": a} for s, a in zip(fx_d(), FX_D_ADVANTAGES, strict=True)],
     "FX-F": fx_f,
-    "random fan-out": random_fanout,
 }
 METRICS = ("pg_clipfrac", "ppo_kl", "kl_loss", "ratio_deviation", "entropy_loss", "sampler_mismatch")
 GRID = list(
@@ -82,8 +82,13 @@ def _counts(samples: list[Sample]) -> dict[str, float | None]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIXTURES)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5)],
+    ids=["float64", "float32"],
+)
 def test_every_layout_gives_the_closed_form(name: str, dtype: torch.dtype, limit: float) -> None:
     samples = FIXTURES[name]()
     inputs, measuring = _inputs(samples, dtype)

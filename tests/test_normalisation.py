@@ -9,6 +9,7 @@ import pytest
 from tests.cli import compared, exactly, per_layout, records, replay
 from tests.faults import averaged, off_by_half, ranks_add_up_to
 from tests.fixtures import FX_B, MODES, Sample, fx_b, sample
+from tests.speed import few
 
 ORDERS = ((0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3), (1, 3, 0, 2))
 
@@ -25,7 +26,7 @@ def with_losses(*rows: list[float], **fields: object) -> list[Sample]:
 # -- micro-batches ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", few(ORDERS))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_no_split_into_micro_batches_moves_the_loss(tmp_path, capsys, order, size) -> None:
     """The fault gives token_mean 0.0078125 for (0,1,2),(3), which order 0123 with size 3 is."""
@@ -37,7 +38,7 @@ def test_no_split_into_micro_batches_moves_the_loss(tmp_path, capsys, order, siz
     assert told.modes["token_mean"]["micro_batches"] == -(-4 // size)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 11, 16, 28])
+@pytest.mark.parametrize("tokens", few([11, 1, 4, 16, 28]))
 def test_no_token_budget_moves_the_loss_either(tmp_path, capsys, tokens) -> None:
     """Total lengths 4, 6, 7, 11: one sample a micro-batch, pairs, everything."""
     told = compared(capsys, tmp_path, fx_b(), "--max-tokens-per-gpu", tokens, "--layouts", "dp1,dp2:balanced,dp1cp2")
@@ -59,7 +60,7 @@ def test_accumulation_steps_move_neither_the_loss_nor_the_gradient_norm(tmp_path
 # -- order and ranks --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["first-fit", "interleaved", "contiguous", "balanced"])
+@pytest.mark.parametrize("rule", few(["balanced", "first-fit", "interleaved", "contiguous"]))
 def test_neither_sample_order_nor_the_number_of_ranks_moves_any_mode(tmp_path, capsys, rule) -> None:
     layouts = ",".join(f"dp{dp}:{rule}" for dp in (1, 2, 4))
     for order in ((0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3)):
@@ -82,11 +83,14 @@ def test_the_layout_check_fails_when_a_layout_does_move_a_number(tmp_path, capsy
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("pg_loss", "loss", "total_weight", "pg_clipfrac", "ppo_kl", "kl_loss", "entropy_loss", "ratio_deviation"),
-        *("gradient", "ratio_max", "raw_reward", "response_length", "correct/response_length", "correct/entropy"),
-        *("samples", "tokens", "correct/count", "correct_length/p25"),
-    ],
+    few(
+        [
+            *("ppo_kl", "gradient", "ratio_max", "raw_reward", "samples", "pg_loss", "loss", "total_weight", "pg_clipfrac"),
+            *("kl_loss", "entropy_loss", "ratio_deviation", "response_length", "correct/response_length"),
+            *("correct/entropy", "tokens", "correct/count", "correct_length/p25"),
+        ],
+        fast=5,
+    ),
 )
 def test_the_layout_check_looks_at_every_number_and_not_at_the_loss_alone(tmp_path, capsys, monkeypatch, name) -> None:
     """Each kind of number (weighted, norm, mean, count, maximum) wrong alone, in a layout that is right in all the others."""
@@ -102,7 +106,7 @@ def test_the_layout_check_looks_at_every_number_and_not_at_the_loss_alone(tmp_pa
 # -- counts that do not divide evenly ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["first-fit", "interleaved", "contiguous", "balanced"])
+@pytest.mark.parametrize("rule", few(["contiguous", "first-fit", "interleaved", "balanced"]))
 def test_a_count_that_does_not_divide_evenly_drops_no_sample(tmp_path, capsys, rule) -> None:
     """7 samples of 1 to 7 tokens of loss 1 on 3 ranks, two a micro-batch: 7 samples, 28 tokens; constant 28/(7*10)."""
     samples = with_losses(*([1.0] * n for n in range(1, 8)))
@@ -137,7 +141,7 @@ def test_denominators_are_counted_per_optimizer_step(tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), ("float32", 1e-6)])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("order", few([(0, 1), (1, 0)]))
 def test_one_big_batch_and_the_same_batch_accumulated_agree(tmp_path, capsys, dtype, limit, size, order) -> None:
     """5 tokens of loss 1 and 1 token of loss 3: token_mean 8/6 (fault: 2), sample_mean 2, constant 8/(2*10)."""
     samples = ordered(with_losses([1.0] * 5, [3.0]), order)

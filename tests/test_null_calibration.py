@@ -21,6 +21,8 @@ import pytest
 from aggcli.analysis import statistics
 from aggcli.analysis.histories import History, read_histories
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent.parent / "experiments" / "05-null-calibration.py"
 RUNS, SEEDS, WINDOW = 480, 3, 2 / 3
 CONFIDENCE = 0.999

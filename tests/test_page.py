@@ -123,6 +123,7 @@ def write_trained(directory: Path, seeds: int = 3) -> Path:
 # -- numbers and words --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_mean_of_a_replay_on_the_page_is_the_mean_of_the_records(tmp_path: Path) -> None:
     comparison = write_comparison(tmp_path / "c")
     found = {row["metric"][0]: row for row in Page(report(comparison)).table("Every metric")}
@@ -152,6 +153,7 @@ def test_the_comparison_of_trained_runs_has_the_means_differences_and_intervals_
     assert [row["comparisons"] for row in page.table("pg_loss of each layout")] == [("60", "60")]
 
 
+@pytest.mark.slow
 def test_the_verdict_says_that_nothing_is_shown_and_never_ranks_by_pg_loss(tmp_path: Path) -> None:
     text = Page(report(write_trained(tmp_path / "c"))).text
     assert "No difference in accuracy is shown between sample_mean and token_mean, at equal steps or at equal tokens." in text
@@ -179,6 +181,7 @@ def test_one_seed_is_said_plainly_and_has_no_interval(tmp_path: Path) -> None:
     assert not any("[" in text for text in cells)
 
 
+@pytest.mark.slow
 def test_recorded_rollouts_rank_no_mode_and_show_the_gradients_that_differ(tmp_path: Path) -> None:
     comparison = write_comparison(tmp_path / "c")
     page = Page(report(comparison))
@@ -193,6 +196,7 @@ def test_recorded_rollouts_rank_no_mode_and_show_the_gradients_that_differ(tmp_p
     assert "constant: its gradient is 0.25 times as long; its weight lies on 5 effective tokens, sample_mean's on 20" in text
 
 
+@pytest.mark.slow
 def test_a_single_run_and_several_directories_have_a_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", samples=False)
     page = Page(report(run))
@@ -203,6 +207,7 @@ def test_a_single_run_and_several_directories_have_a_page(tmp_path: Path) -> Non
     assert "aggcli plot --html" in many.text
 
 
+@pytest.mark.slow
 def test_only_what_differs_is_in_the_settings_and_more_than_the_mode_is_warned_about(tmp_path: Path) -> None:
     comparison = write_trained(tmp_path / "c")
     assert "No setting, version or device differs" in Page(report(comparison)).text
@@ -216,6 +221,7 @@ def test_only_what_differs_is_in_the_settings_and_more_than_the_mode_is_warned_a
     assert "more than the mode differs" in page.text
 
 
+@pytest.mark.slow
 def test_commands_commit_notes_and_skipped_metrics_are_on_the_page(tmp_path: Path) -> None:
     text = Page(report(write_trained(tmp_path / "c"))).text
     assert "git checkout c0ffee aggcli compare --seeds 3 --output 'a folder' aggcli plot --html" in text
@@ -225,6 +231,7 @@ def test_commands_commit_notes_and_skipped_metrics_are_on_the_page(tmp_path: Pat
     assert "no figure weight_by_length: no samples are recorded" in text
 
 
+@pytest.mark.slow
 def test_differences_are_signed_and_sorting_keeps_the_figures_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CORRECT, "sample_mean", (60, 62, 70, 61))
     monkeypatch.setitem(CORRECT, "token_mean", (80, 83, 90, 82))
@@ -238,12 +245,14 @@ def test_differences_are_signed_and_sorting_keeps_the_figures_apart(tmp_path: Pa
     assert 'data-group="accuracy"' in source
 
 
+@pytest.mark.slow
 def test_three_seeds_have_no_interquartile_mean_and_no_word_of_it(tmp_path: Path) -> None:
     page = Page(report(write_trained(tmp_path / "c")))
     assert "IQM" not in page.table("The comparison")[0]
     assert "IQM" not in page.text
 
 
+@pytest.mark.slow
 def test_the_figures_after_training_have_units_and_a_directory_only_among_several(tmp_path: Path) -> None:
     comparison = write_trained(tmp_path / "c")
     written = json.loads((comparison / "manifest.json").read_text(encoding="utf-8"))
@@ -281,6 +290,7 @@ def test_tokens_to_half_of_the_gain_are_response_tokens_as_in_the_terminal(
     assert any(head.startswith("response tokens to half of the gain") for head in heads)
 
 
+@pytest.mark.slow
 def test_captions_of_the_layouts_do_not_promise_one_sum_and_names_break_at_their_joints(tmp_path: Path) -> None:
     source = report(write_comparison(tmp_path / "c"))
     assert "and whether the sum is the same in every layout" in source
@@ -298,6 +308,7 @@ def test_of_many_modes_the_heading_names_four(tmp_path: Path) -> None:
 # -- one file -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
     source = report(write_trained(tmp_path / "c"), write_comparison(tmp_path / "d"))
     assert re.search(r"https?://|//[a-z]|@import|<(iframe|object|embed|base|form)\b", source.replace("// Tables", "")) is None
@@ -324,11 +335,13 @@ def test_hostile_names_and_notes_are_text(tmp_path: Path) -> None:
     assert "\x00" not in source
 
 
+@pytest.mark.slow
 def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
     comparison = write_trained(tmp_path / "c")
     assert report(comparison) == report(comparison)
 
 
+@pytest.mark.slow
 def test_it_is_written_beside_the_figures_and_named_in_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     comparison = write_comparison(tmp_path / "c")
     plot([comparison], html=True)
@@ -369,6 +382,7 @@ frame.srcdoc = {source};
 </script>"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed, so the page is not opened in a browser")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_chromium_shows_it_without_errors_and_without_scrolling_sideways(tmp_path: Path, width: int) -> None:

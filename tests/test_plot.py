@@ -264,6 +264,7 @@ def test_figures_without_their_records_are_left_out_with_the_reason(tmp_path: Pa
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_written_files_are_printed_and_a_second_run_writes_the_same_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,6 +313,7 @@ def test_folders_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path) -> 
         plot([run])
 
 
+@pytest.mark.slow
 def test_it_works_without_a_display_whatever_backend_is_set_and_without_torch(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     code = (

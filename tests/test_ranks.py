@@ -12,6 +12,8 @@ import pytest
 from tests.cli import ROOT, completed, on_ranks
 from tests.rank_worker import FIXTURES, LAYOUTS
 
+pytestmark = pytest.mark.slow
+
 DUMP = Path(__file__).parent / "data" / "slime_rollout" / "0.pt"
 
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.cli import aggcli, compared, exactly, records, refused, replay, strict_json, write_jsonl
 from tests.fixtures import FX_B, MODES, Sample, fx_b, fx_c, sample
+from tests.speed import few
 
 
 def lines_of(*rewards: str) -> str:
@@ -67,8 +68,8 @@ def no_reward_known() -> list[Sample]:
     return [s | {"reward": math.nan} for s in fx_b()]
 
 
-@pytest.mark.parametrize("make", [fx_c, all_masked, no_reward_known])
-@pytest.mark.parametrize("command", ["run", "compare"])
+@pytest.mark.parametrize("make", few([all_masked, fx_c, no_reward_known]))
+@pytest.mark.parametrize("command", few(["compare", "run"]))
 def test_every_record_is_strict_json(tmp_path, capsys, make, command) -> None:
     told = replay(capsys, tmp_path, make(), "--json", "--layouts", "dp1,dp8", "--log-correct-samples", command=command)
     assert told.code == 0, told.err
@@ -98,7 +99,7 @@ def test_bare_nan_and_infinity_are_read(tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("name", ["log_probs", "old_log_probs", "ref_log_probs", "advantage"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, None])
+@pytest.mark.parametrize("value", few([math.nan, math.inf, None]))
 def test_nan_where_the_mask_is_1_is_refused_by_step_sample_and_token(tmp_path, capsys, name, value) -> None:
     made = fx_b()
     made[2][name] = [0.5, 0.5, value, 0.5]
@@ -193,7 +194,7 @@ def test_one_null_group_index_among_others_is_named(tmp_path, capsys) -> None:
     }
 
 
-@pytest.mark.parametrize("status", ["completed", "truncated", "aborted", "failed", None])
+@pytest.mark.parametrize("status", few(["truncated", "completed", "aborted", "failed", None]))
 def test_bytes_in_a_response_and_any_status_are_read_from_a_dump(tmp_path, capsys, status) -> None:
     samples = [
         {"response_length": 2, "tokens": [1, 2, 3], "group_index": 0, "reward": r, "response": b"\xff\x00", "status": status}

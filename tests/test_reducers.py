@@ -17,15 +17,16 @@ from aggcli.testing import assert_layout_invariant
 from tests.cli import aggcli, refused, strict_json
 from tests.fixtures import fx_b
 from tests.reducers import CORRECT, FAULTY, in_place, local_token_count, numerator_unmasked, trl_style, verl_style
+from tests.speed import few
 
 
-@pytest.mark.parametrize("name", FAULTY)
+@pytest.mark.parametrize("name", few(FAULTY, fast=2))
 def test_a_reducer_with_one_fault_has_that_finding_and_no_other_fault(name: str) -> None:
     reducer, kind = FAULTY[name]
     assert [finding.kind for finding in diagnose(reducer_rule(reducer)) if finding.fault] == [kind]
 
 
-@pytest.mark.parametrize("name", FAULTY)
+@pytest.mark.parametrize("name", few(FAULTY, fast=2))
 def test_a_faulty_reducer_fails_another_projects_test_with_the_fault_in_the_message(name: str) -> None:
     reducer, kind = FAULTY[name]
     with pytest.raises(AssertionError) as error:
@@ -35,7 +36,7 @@ def test_a_faulty_reducer_fails_another_projects_test_with_the_fault_in_the_mess
     assert ("smallest counterexample: samples of" in str(error.value)) == (reducer not in layout_proof)
 
 
-@pytest.mark.parametrize("name", CORRECT)
+@pytest.mark.parametrize("name", few(CORRECT))
 def test_a_correct_reducer_of_any_style_passes(name: str) -> None:
     assert not [finding for finding in diagnose(reducer_rule(CORRECT[name])) if finding.fault]
     assert_layout_invariant(CORRECT[name])
@@ -53,6 +54,7 @@ def test_the_message_shows_the_smallest_counterexample_in_full() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_reducer_that_needs_equal_micro_batches_passes_unless_uneven_ones_are_asked_for() -> None:
     assert_layout_invariant(trl_style)
     with pytest.raises(AssertionError, match="needs equal micro-batches"):
@@ -144,6 +146,7 @@ def test_the_weights_by_gradient_are_those_of_the_rule_that_the_reducer_copies(s
         assert torch.allclose(found_T, rule_weights(RULES[name].with_divisor(10.0), step, [schedule]), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_reducer_whose_framework_sums_ranks_is_judged_by_that() -> None:
     def sums(loss_BT: Tensor, mask_BT: Tensor, batch_num_tokens: int) -> Tensor:
         return (loss_BT * mask_BT).sum() / batch_num_tokens

@@ -328,6 +328,7 @@ def test_bent_curves_are_fitted_and_stand_in_the_table(tmp_path: Path, capsys: p
     assert all(found[name, "prompt_mean"]["std"] > 0 for name in ("curve/exponent", "curve/midpoint", "curve/exponent_ratio"))
 
 
+@pytest.mark.slow
 def test_nothing_of_it_imports_torch():
     code = (
         "import sys, aggcli.cli.results, aggcli.analysis.verdict, aggcli.analysis.efficiency, aggcli.analysis.settings,"

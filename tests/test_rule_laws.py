@@ -18,6 +18,7 @@ from tests import closed_form
 from tests.closed_form import token_numbers
 from tests.fixtures import MODES, Sample, fx_a, fx_b, fx_d, fx_e, fx_f, random_fanout, rules_named
 from tests.framework_loops import LOOPS, rows_of, step_loss
+from tests.speed import few
 
 # -- a second route --------------------------------------------------------------------------------------------------
 
@@ -46,16 +47,16 @@ def _on_policy(samples: list[Sample]) -> list[Sample]:
 
 
 BATCHES = {
+    "random": _random_batch(),
     "FX-A": fx_a(),
     "FX-B": fx_b(),
     "FX-D": _with_grpo_advantages(fx_d())[:8],
     "FX-E": _on_policy(fx_e()),
     "FX-F twice": [*fx_f(), *fx_f()],
-    "random": _random_batch(),
 }
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", few(BATCHES))
 @pytest.mark.parametrize("name", names_of(ELSEWHERE))
 def test_a_rule_equals_its_framework_run_as_a_loop(name: str, batch: str) -> None:
     samples = BATCHES[batch]

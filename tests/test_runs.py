@@ -151,6 +151,7 @@ def test_of_many_modes_the_first_four_are_listed_and_the_others_counted(capsys, 
     assert "mode-4" not in shown
 
 
+@pytest.mark.slow
 def test_a_thousand_directories_take_seconds_and_no_torch(tmp_path: Path) -> None:
     for at in range(1000):
         write_run(tmp_path / str(at))

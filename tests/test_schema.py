@@ -77,6 +77,7 @@ def test_a_field_that_is_not_documented_or_of_another_type_is_refused(results: P
         assert not metrics.is_valid(line | change), change
 
 
+@pytest.mark.slow
 def test_removing_the_description_of_a_recorded_field_makes_the_records_invalid(results: Path) -> None:
     """What the first test would say of any recorded number whose entry left the catalogue or the schema."""
     _, line = next(records(results / "replay", "metrics.jsonl"))

@@ -26,6 +26,7 @@ from aggcli.measurement.catalogue import describe
 from aggcli.ownership import fresh_directory
 from tests.cli import ROOT, aggcli, completed, environment, refused, results_of, strict_json, write_jsonl
 from tests.fixtures import fx_b, fx_e
+from tests.speed import few
 from tests.train_worker import flags
 
 FLAGS = flags(steps=None)
@@ -198,6 +199,7 @@ def test_the_settings_are_there_as_text_and_as_hparams_with_the_runs_own_mode_an
     assert "eps_clip_high" not in hparams, "what is not set is left out"
 
 
+@pytest.mark.slow
 def test_the_records_are_the_same_bytes_with_a_sink_and_the_runs_are_of_the_same_arm(
     capsys, trained: Path, tmp_path: Path
 ) -> None:
@@ -211,6 +213,7 @@ def test_the_records_are_the_same_bytes_with_a_sink_and_the_runs_are_of_the_same
     assert not differences(runs)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_shows_each_step_once_though_it_was_ended_past_its_checkpoint_in_the_middle_of_an_event(
     capsys, tmp_path: Path
 ) -> None:
@@ -241,6 +244,7 @@ def test_event_files_that_were_deleted_are_made_again_from_the_records_on_resume
     assert len(shown(directory)["pg_loss"]) == 4
 
 
+@pytest.mark.slow
 def test_only_the_root_writes_when_there_are_several_ranks(tmp_path: Path) -> None:
     told = completed("-m", "aggcli", *RUN, "--steps=2", "--dp=2", "--log-to=tensorboard", "--output", tmp_path / "out")
     assert told.returncode == 0, told.stderr
@@ -251,7 +255,7 @@ def test_only_the_root_writes_when_there_are_several_ranks(tmp_path: Path) -> No
 # -- trackio --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", few([1, 2]))
 def test_trackio_gets_every_number_of_every_run_as_it_is_under_the_name_of_the_results_and_of_mode_and_seed(
     capsys, stand_in: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processes: int
 ) -> None:
@@ -288,6 +292,7 @@ def test_a_replay_is_mirrored_too(capsys, stand_in: None, tmp_path: Path) -> Non
     assert shown(directory)["pg_loss"] == [(0, float(np.float32(0.171875)))]  # FX-B's closed form
 
 
+@pytest.mark.slow
 def test_trackio_holds_each_step_once_after_a_resume(capsys, stand_in: None, tmp_path: Path) -> None:
     directory, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint.safetensors"
     run = [*RUN, "--log-to=trackio", "--output", directory]
@@ -310,6 +315,7 @@ def test_what_trackio_cannot_do_is_refused_in_one_line(capsys, stand_in: None, t
     assert f"this process writes into {tmp_path / 'registry-1' / 'trackio'} already" in said
 
 
+@pytest.mark.slow
 def test_the_real_trackio_holds_what_metrics_jsonl_holds_and_nothing_reaches_the_network_or_stdout(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     refuse = "def refuse(*given):\n    os.write(2, f'connects to {given[1:]}'.encode())\n    os._exit(9)\n"
@@ -378,6 +384,7 @@ def test_the_setting_is_a_list_with_commas_or_repeated_and_an_unknown_name_is_re
     assert "did you mean 'tensorboard'?" in refused(aggcli(capsys, "run", "--log-to=tensorbord"))
 
 
+@pytest.mark.slow
 def test_no_sink_is_imported_unless_it_is_asked_for_and_none_brings_torch_or_tensorflow(tmp_path: Path) -> None:
     rollouts = write_jsonl(tmp_path / "x.jsonl", fx_b())
     code = (
@@ -394,6 +401,7 @@ def test_no_sink_is_imported_unless_it_is_asked_for_and_none_brings_torch_or_ten
         assert imported == expected
 
 
+@pytest.mark.slow
 def test_a_results_directory_with_mirrors_can_be_overwritten_but_not_one_with_something_else_among_them(
     capsys, stand_in: None, tmp_path: Path
 ) -> None:

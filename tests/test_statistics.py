@@ -123,6 +123,7 @@ def test_the_interquartile_mean_cuts_whole_quarters_and_needs_four_seeds():
 # -- calibration ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 5, 10])
 def test_intervals_cover_the_truth_in_93_to_97_percent_of_trials(n: int):
     """4,000 trials: the standard error of a coverage of 95 % is 0.34 %, so the bounds are 5.8 of them away."""
@@ -132,6 +133,7 @@ def test_intervals_cover_the_truth_in_93_to_97_percent_of_trials(n: int):
     assert 0.93 <= covered <= 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "effect"), [(3, 3.0), (5, 1.5), (10, 1.0)])
 def test_planted_differences_are_found_with_the_power_of_a_t_test(n: int, effect: float):
     """Power of the two-sided 5 % t-test from the noncentral t; 400 to 1,000 trials, within 4 standard errors of a share."""
@@ -146,6 +148,7 @@ def test_planted_differences_are_found_with_the_power_of_a_t_test(n: int, effect
     assert abs(share - power) < 4 * math.sqrt(power * (1 - power) / trials)
 
 
+@pytest.mark.slow
 def test_the_sign_flip_test_never_exceeds_its_level_on_skewed_differences_that_are_symmetric_under_the_null():
     """Differences of two skewed draws are symmetric: at 6 seeds p <= 2/64 happens in exactly 2 of 64; 1,500 trials."""
     rng = np.random.default_rng(5)

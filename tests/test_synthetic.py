@@ -70,6 +70,7 @@ def test_lengths_are_lognormal_around_the_median_without_a_tail() -> None:
     assert length_S.log().std().item() == pytest.approx(0.6, abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_tail_is_pareto_from_the_median_up_and_is_cut() -> None:
     tail = drawn(synthetic_length=200.0, synthetic_tail=1.0, synthetic_max_length=10**9).response_length_S.double()
     assert tail.min() == 200
@@ -114,6 +115,7 @@ def test_groups_that_are_all_right_and_all_wrong_occur_far_more_than_by_chance()
     assert (right_P == 0).double().mean().item() == pytest.approx(1 / 9, abs=0.025)
 
 
+@pytest.mark.slow
 def test_length_and_correctness_are_linked_as_asked() -> None:
     longest = drawn(synthetic_length=200.0, synthetic_tail=0.0, synthetic_length_correctness=1.0)
     assert longest.reward_S is not None
@@ -154,6 +156,7 @@ def test_masked_spans_are_contiguous_and_cover_the_share_asked_for() -> None:
     assert drawn().loss_mask_T.all()
 
 
+@pytest.mark.slow
 def test_fanout_splits_the_share_into_siblings_that_train_each_token_once() -> None:
     whole, split = drawn(synthetic_length=200.0), drawn(synthetic_length=200.0, synthetic_fanout=0.25)
     pieces_G = torch.bincount(split.rollout_S)

@@ -23,7 +23,7 @@ from aggcli.team import MemberFailed, Team, together
 from aggcli.training.loop import TrainedStep
 from aggcli.training.report import RunReport
 from aggcli.training.stack import RunSpec
-from tests.cli import aggcli, refused, results_of, started
+from tests.cli import aggcli, records, refused, results_of, started
 from tests.fixtures import MODES
 from tests.train_worker import flags
 
@@ -158,6 +158,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return results_of("compare", *FLAGS, "--seeds=2", "--steps=4", "--processes=1", "--output", directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_runs_shared_out_are_the_runs_of_one_process(capsys, tmp_path: Path, alone: Path, processes: int) -> None:
     directory = tmp_path / "out"
@@ -172,7 +173,7 @@ def test_runs_shared_out_are_the_runs_of_one_process(capsys, tmp_path: Path, alo
     assert json.loads(told.out)["modes"] == manifest["final"]["modes"]
     for name in manifest["runs"]:
         for file in ("metrics.jsonl", "layouts.jsonl"):
-            assert _close(_lines(directory / name / file), _lines(alone / name / file)) < 1e-10
+            assert _close(records(directory / name / file), records(alone / name / file)) < 1e-10
         own, other = (json.loads((one / name / "manifest.json").read_text()) for one in (directory, alone))
         assert own["evaluation"] == other["evaluation"]
     longer = [*FLAGS, "--seeds=2", "--steps=6", "--resume", "--output"]
@@ -180,12 +181,8 @@ def test_runs_shared_out_are_the_runs_of_one_process(capsys, tmp_path: Path, alo
     assert json.loads((directory / "manifest.json").read_text())["processes"] == processes, "goes on as it was begun"
     assert aggcli(capsys, "compare", *longer, alone).code == 0
     last = Path(manifest["runs"][-1], "metrics.jsonl")
-    assert _close(_lines(directory / last), _lines(alone / last)) < 1e-10
-    assert len(_lines(alone / last)) == 6
-
-
-def _lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    assert _close(records(directory / last), records(alone / last)) < 1e-10
+    assert len(records(alone / last)) == 6
 
 
 def _close(a: object, b: object) -> float:
@@ -211,6 +208,7 @@ def test_no_more_processes_than_runs_and_none_for_a_single_run(capsys, tmp_path:
     assert "--processes 0: must be at least 1" in refused(aggcli(capsys, "compare", *FLAGS, "--processes=0"))
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_in_another_process_is_named_once_and_the_others_go_on(
     capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,12 +224,12 @@ def test_a_run_that_diverges_in_another_process_is_named_once_and_the_others_go_
     assert told.code == 1
     assert told.err.count("note: run constant, seed 0 diverged in step ") == 1
     assert told.err.splitlines()[-1].startswith("aggcli: 1 of 2 runs diverged: run constant, seed 0 diverged in step ")
-    assert len(_lines(tmp_path / "out" / "token_mean" / "seed-0" / "metrics.jsonl")) == 10
-    assert 1 <= len(_lines(tmp_path / "out" / "constant" / "seed-0" / "metrics.jsonl")) < 10
+    assert len(records(tmp_path / "out" / "token_mean" / "seed-0" / "metrics.jsonl")) == 10
+    assert 1 <= len(records(tmp_path / "out" / "constant" / "seed-0" / "metrics.jsonl")) < 10
     told = aggcli(capsys, *command, "--steps=6", "--output", tmp_path / "out", "--resume")
     assert told.code == 1
     assert told.err.count("note: run constant, seed 0 diverged in step ") == 1, "it stays where it was, and is still named"
-    assert len(_lines(tmp_path / "out" / "token_mean" / "seed-0" / "metrics.jsonl")) == 12
+    assert len(records(tmp_path / "out" / "token_mean" / "seed-0" / "metrics.jsonl")) == 12
 
 
 def test_the_live_table_has_a_row_for_each_mode_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +246,7 @@ def test_the_live_table_has_a_row_for_each_mode_of_all_processes(monkeypatch: py
     assert live.shown_of(TrainedStep(0, [(1, reports)], [], 1.0, 4)) == []
 
 
+@pytest.mark.slow
 def test_a_killed_member_ends_the_whole_within_seconds_and_the_stack_is_resumable(tmp_path: Path, alone: Path) -> None:
     directory = tmp_path / "out"
     command = ["compare", *FLAGS, "--seeds=2", "--checkpoint-every=2", "--processes=2", "--output", directory]
@@ -270,6 +269,6 @@ def test_a_killed_member_ends_the_whole_within_seconds_and_the_stack_is_resumabl
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     for run in json.loads((directory / "manifest.json").read_text())["runs"]:
-        lines = _lines(directory / run / "metrics.jsonl")
+        lines = records(directory / run / "metrics.jsonl")
         assert [line["step"] for line in lines] == list(range(done + 4))
-        assert _close(lines[:4], _lines(alone / run / "metrics.jsonl")[:4]) < 1e-10
+        assert _close(lines[:4], records(alone / run / "metrics.jsonl")[:4]) < 1e-10

@@ -23,17 +23,13 @@ from aggcli.cli.results import compare_results
 from aggcli.errors import RecordError
 from aggcli.training import loop
 from aggcli.training.stack import RunSpec
-from tests.cli import aggcli, results_of, write_jsonl
+from tests.cli import aggcli, records, results_of, write_jsonl
 from tests.fixtures import fx_b
 from tests.train_worker import flags
 
 FLAGS = flags(steps=None)
 RUN = ["run", *FLAGS, "--checkpoint-every=2", "--no-layout-records"]
 COMPARE = ["compare", "--modes=sample_mean,token_mean", "--seeds=2", *FLAGS, "--no-layout-records", "--global-batch-size=8"]
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_run(directory: Path, rollout_steps: list[int], timings: str | None, seed: int = 0, accuracy: Any = None) -> Path:
@@ -55,7 +51,7 @@ def tokens_of(runs: list[Path]) -> list[int]:
     """Response tokens of these runs together in each of three rollout steps of two optimizer steps, each with half of them."""
     found = [0, 0, 0]
     for run in runs:
-        for line in lines(run / "metrics.jsonl"):
+        for line in records(run / "metrics.jsonl"):
             found[line["rollout_step"]] += line["response_tokens"]
     return found
 
@@ -88,11 +84,12 @@ def test_every_run_of_a_stack_has_a_line_a_rollout_step_with_the_stacks_seconds_
     assert all(line["seconds"] > 0 for line in told)
     assert sum(line["seconds"] for line in told) < took
     assert [line["tokens"] for line in told] == tokens_of(runs)
-    assert not any("seconds" in line for run in runs for line in lines(run / "metrics.jsonl"))
+    assert not any("seconds" in line for run in runs for line in records(run / "metrics.jsonl"))
     (note,) = shared_seconds(read_histories([directory])[0])
     assert note.startswith("4 of the compared runs")
 
 
+@pytest.mark.slow
 def test_runs_that_are_shared_out_to_processes_have_the_times_of_their_own(tmp_path: Path) -> None:
     directory = results_of(*COMPARE, "--steps=3", "--processes=2", "--output", tmp_path / "out")
     stacks: dict[str, list[Path]] = {}
@@ -125,10 +122,11 @@ def test_the_seconds_are_those_of_the_step_from_its_sampling_on_and_not_of_writi
     monkeypatch.setattr(loop.Trainer, "_update", passing(3.0, updated))
     monkeypatch.setattr(recording, "write", passing(100.0, written))
     results_of(*RUN, "--steps=3", "--global-batch-size=8", "--output", tmp_path / "out")
-    assert [line["seconds"] for line in lines(tmp_path / "out" / "timings.jsonl")] == [8.0, 8.0, 8.0]
-    assert [line["runs"] for line in lines(tmp_path / "out" / "timings.jsonl")] == [1, 1, 1]
+    assert [line["seconds"] for line in records(tmp_path / "out" / "timings.jsonl")] == [8.0, 8.0, 8.0]
+    assert [line["runs"] for line in records(tmp_path / "out" / "timings.jsonl")] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_cuts_the_timings_past_its_checkpoint_and_has_one_of_each_step(capsys, tmp_path: Path) -> None:
     directory, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint.safetensors"
     run = [*RUN, "--output", directory]
@@ -148,6 +146,7 @@ def test_a_resumed_run_cuts_the_timings_past_its_checkpoint_and_has_one_of_each_
     assert aggcli(capsys, *run, "--steps=1", "--overwrite").code == 0, "timings and their backups are aggcli's own"
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_shares_the_steps_that_it_was_in_and_no_others(
     capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -161,7 +160,7 @@ def test_a_run_that_diverges_shares_the_steps_that_it_was_in_and_no_others(
     wild = ["--optimizer=sgd", "--clip-grad=0", "--lr=0.01", "--num-iterations=2", "--kl-coef=0.1", "--steps=5"]
     command = ["compare", "--modes=sample_mean,token_mean,constant", "--seeds=1", *FLAGS, *wild, "--no-layout-records"]
     assert aggcli(capsys, *command, "--processes=1", "--output", tmp_path / "out").code == 1
-    gone, tame = (lines(tmp_path / "out" / mode / "seed-0" / "timings.jsonl") for mode in ("constant", "token_mean"))
+    gone, tame = (records(tmp_path / "out" / mode / "seed-0" / "timings.jsonl") for mode in ("constant", "token_mean"))
     said = json.loads((tmp_path / "out" / "constant" / "seed-0" / "manifest.json").read_text())["diverged"]
     at = int(said.split("diverged in step ")[1].split(":")[0])
     assert at < 4

@@ -20,6 +20,8 @@ from safetensors import safe_open
 from tests.cli import started
 from tests.train_worker import flags
 
+pytestmark = pytest.mark.slow
+
 STEPS = 30
 
 

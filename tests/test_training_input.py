@@ -19,6 +19,7 @@ from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE
 from tests.cli import aggcli, records, refused, strict_json
 from tests.fixtures import MODES
+from tests.speed import few
 from tests.train_worker import Trained, flags, runs_of, setup_of, train
 
 FLAGS = flags(steps=2)
@@ -143,7 +144,7 @@ def _with_a_wild_one(setup: grid.Setup, wild: str) -> list[RunSpec]:
     return [dataclasses.replace(run, lr=1e6) if run.mode == wild else run for run in runs_of(setup)]
 
 
-@pytest.mark.parametrize("wild", MODES)
+@pytest.mark.parametrize("wild", few(MODES))
 def test_a_run_that_diverges_is_dropped_by_name_and_step_and_poisons_no_other_run(wild: str) -> None:
     setup = setup_of(**WILD)
     trainer = grid.trainer_of(setup, _with_a_wild_one(setup, wild), ALONE)
@@ -225,6 +226,7 @@ def test_prompt_mean_asked_for_without_groups_is_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_processes_that_cannot_be_used_are_said(capsys, tmp_path: Path) -> None:
     wide = [*FLAGS, "--steps=1", "--width=256", "--no-layout-records", "--modes=constant,token_mean", "--seeds=1"]
     told = aggcli(capsys, "compare", *wide, "--processes=2", "--warm-start", _wide(tmp_path), "--output", tmp_path / "out")

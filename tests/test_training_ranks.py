@@ -11,6 +11,8 @@ from tests.cli import ROOT, on_ranks
 from tests.fixtures import MODES
 from tests.train_worker import CASES, RECIPES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], dict[str, Any]]:

@@ -69,6 +69,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments_and_resume_gives_the_undisturbed_records_and_parameters(
     tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_kill_9_at_random_moments_and_resume_gives_the_undisturbed_records_and_p
     assert manifest["final"] == json.loads((undisturbed / "manifest.json").read_text())["final"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_finishes_the_step_exits_130_and_resumes_bit_for_bit(tmp_path: Path, undisturbed: Path) -> None:
     directory = tmp_path / "out"
     process = _start(directory)

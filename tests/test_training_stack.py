@@ -14,6 +14,7 @@ from aggcli.training.rollout import Rollouts, Sampler
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE
 from tests.fixtures import MODES
+from tests.speed import few
 from tests.train_worker import Trained, largest_difference, runs_of, setup_of, train
 
 SETUP = setup_of(num_iterations=2, global_batch_size=8)
@@ -40,7 +41,7 @@ def together() -> Trained:
     return train(SETUP, _eight())
 
 
-@pytest.mark.parametrize("run", _eight(), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", few(_eight(), fast=2), ids=lambda run: run.name)
 def test_a_run_in_a_stack_of_eight_is_the_same_run_alone(together: Trained, run: RunSpec) -> None:
     alone = train(SETUP, [run])
     at = [other.name for other in together.trainer.runs].index(run.name)
@@ -55,6 +56,7 @@ def test_the_runs_of_the_stack_end_in_eight_different_places(together: Trained) 
         assert (others - together.flat_RP[at]).abs().amax(1).min() > 1e-5
 
 
+@pytest.mark.slow
 def test_groups_of_runs_compute_what_one_group_computes(together: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stack of eight is two groups of four; here it is one of eight, and then groups of three, three and two."""
     for most in (8, 3):

@@ -21,6 +21,7 @@ from aggcli.training.step import step_gradient, step_tokens
 from aggcli.world import ALONE
 from tests import closed_form
 from tests.fixtures import MODES, batch_of
+from tests.speed import few
 from tests.train_worker import runs_of, setup_of, train
 
 DATA = Path(__file__).parent / "data"
@@ -67,7 +68,8 @@ def _by_hand(setup: grid.Setup, run: RunSpec, make: Any, warm_up: int = 0, clip:
         pg_T = -torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low, high) * advantage_T)
         gap_T = start_T - new_T  # the reference is the initial policy, and so is the old one in a first rollout step
         entropy_T = -(log_probs_SCV.exp() * log_probs_SCV).sum(-1)[real_SC]
-        penalty_T = objective.kl_coef * (gap_T.exp() - 1 - gap_T) - objective.entropy_coef * entropy_T
+        kl_T = (gap_T.exp() - 1 - gap_T) * (ratio_T if objective.kl_unbiased else 1)
+        penalty_T = objective.kl_coef * kl_T - objective.entropy_coef * entropy_T
         optimizer.zero_grad()
         ((weight_T * pg_T).sum() + (metric_T * penalty_T).sum()).backward()
         if clip is not None:
@@ -93,9 +95,13 @@ def _adamw(**options: Any) -> Any:
     return lambda leaves: torch.optim.AdamW(leaves, **options)
 
 
-@pytest.mark.parametrize("penalties", [{}, {"kl_coef": 0.3, "entropy_coef": 0.05}], ids=["plain", "KL and entropy"])
-@pytest.mark.parametrize("mode", MODES)
-def test_three_sgd_updates_are_those_of_autograd_on_the_flat_formula(mode: str, penalties: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "penalties",
+    [{}, {"kl_coef": 0.3, "entropy_coef": 0.05}, {"kl_coef": 0.3, "kl_unbiased": True}],
+    ids=["plain", "KL and entropy", "unbiased KL"],
+)
+@pytest.mark.parametrize("mode", few(MODES, fast=2))
+def test_three_sgd_updates_are_those_of_autograd_on_the_flat_formula(mode: str, penalties: dict[str, Any]) -> None:
     setup = setup_of(**UPDATES | {"lr": 0.3}, **penalties, optimizer="sgd", clip_grad=0.0, eps_clip=0.05, eps_clip_high=0.1)
     (run,) = runs_of(setup, (mode,))
     found_P, expected_P = _trained(setup, run), _by_hand(setup, run, _sgd(lr=0.3))
@@ -103,7 +109,7 @@ def test_three_sgd_updates_are_those_of_autograd_on_the_flat_formula(mode: str, 
     assert _moved(setup, expected_P) > 1e-3
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES, fast=2))
 def test_three_adamw_updates_with_weight_decay_and_warm_up_are_torchs(mode: str) -> None:
     setup = setup_of(**UPDATES, weight_decay=0.1, lr_warmup_steps=2, clip_grad=0.0, adam_beta1=0.8, adam_beta2=0.95)
     (run,) = runs_of(setup, (mode,))

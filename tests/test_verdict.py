@@ -229,6 +229,7 @@ def trained(mode: str, seed: int, rng: np.random.Generator, gain: float = 0.0) -
     return run(mode, seed, rng.binomial(128, np.clip(chance, 0, 1)) / 128, per_step=float(rng.normal(1000, 30)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 5, 10])
 def test_runs_that_differ_only_in_seed_are_called_different_in_5_percent_of_comparisons(n: int):
     """300 comparisons: each figure's t-test is below 5 % in 5 % of them, within 3.5 binomial standard errors (1.26 %), and its
@@ -278,6 +279,7 @@ def test_the_pairs_of_both_rankings_are_corrected_together():
     assert np.asarray(corrected)[order] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_evaluations_that_share_their_prompts_by_seed_are_called_different_in_5_percent_of_comparisons():
     """An evaluation is 512 rollouts; how hard a seed's prompts are is common to its modes, and pairing takes it out."""
     rng = np.random.default_rng(8)
@@ -294,6 +296,7 @@ def test_evaluations_that_share_their_prompts_by_seed_are_called_different_in_5_
     assert abs(np.mean(called) - 0.05) < 3.5 * math.sqrt(0.05 * 0.95 / 300)
 
 
+@pytest.mark.slow
 def test_three_null_modes_beside_the_baseline_give_a_false_positive_in_at_most_5_percent():
     rng = np.random.default_rng(6)
     shown = []

@@ -32,6 +32,7 @@ def test_the_shipped_policy_is_right_about_half_of_the_time(name: str):
     assert float(result.length_RB.double().mean()) == pytest.approx({"running-sum": 8.5, "control": 12.3}[name], abs=0.9)
 
 
+@pytest.mark.slow
 def test_the_warm_start_is_deterministic_and_learns():
     task = make_task("running-sum")
     config = warm.default_policy(task, 32)
