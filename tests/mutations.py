@@ -138,9 +138,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "prompt_mean divides by all rollouts though prompts are asked for",
-        "objective/aggregation.py",
-        'if prompt_mean_scale == "prompts" else rollouts',
-        'if prompt_mean_scale == "nothing" else rollouts',
+        "rules/registry.py",
+        'outer: dict[Counted, Counted] = {"rollouts": "prompts"}',
+        'outer: dict[Counted, Counted] = {"rollouts": "rollouts"}',
         ("tests/test_formulas.py",),
     ),
     # -- layout --
