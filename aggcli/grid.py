@@ -171,7 +171,8 @@ def trainer_of(setup: Setup, runs: Sequence[RunSpec], world: World) -> Trainer:
         sampler = Sampler(_task(setup), setup.policy, config, setup.response_limit, world)
     prompt_length = None if setup.task is None else setup.task.prompt_length
     forward = make_forward(setup.policy, prompt_length, config, layout.cp, world)
-    reporter = Reporter(config, recorded_layouts(config, layout), setup.response_limit)
+    others = checked_layouts(config, layout)
+    reporter = Reporter(config, _as_listed(layout, config), others, setup.response_limit, world)
     return Trainer(runs, setup.initial, config, sampler, forward, layout, reporter, world)
 
 
@@ -181,11 +182,22 @@ def _task(setup: Setup) -> Task:
     return setup.task
 
 
-def recorded_layouts(config: RunConfig, in_force: Layout) -> tuple[Layout, ...]:
-    """The layouts that steps are recorded under: the one in force, and the others unless they are switched off."""
+def checked_layouts(config: RunConfig, in_force: Layout) -> tuple[Layout, ...]:
+    """The layouts besides the one in force that steps are evaluated under; none where that is switched off."""
     if not config.training.layout_records:
-        return (in_force,)
-    return tuple(layouts_of(config.layout, has_recorded=False))
+        return ()
+    found = layouts_of(config.layout, has_recorded=False)
+    return tuple(layout for layout in found if not _is_same(layout, in_force))
+
+
+def _as_listed(in_force: Layout, config: RunConfig) -> Layout:
+    """The layout in force by the text that the user gave it, if any."""
+    found = layouts_of(config.layout, has_recorded=False)
+    return next((layout for layout in found if _is_same(layout, in_force)), in_force)
+
+
+def _is_same(layout: Layout, other: Layout) -> bool:
+    return dataclasses.replace(layout, text=other.text) == other
 
 
 # -- before and after -----------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from aggcli.measurement.groups import group_values
 from aggcli.measurement.local import MeasureConfig
 from aggcli.measurement.ranks import measure_on_ranks
 from aggcli.measurement.report import StepReport
-from aggcli.measurement.step import Head, Processes, report_step
+from aggcli.measurement.step import Head, Processes, measure_config, report_step
 from aggcli.objective.reducer import Reducer
-from aggcli.objective.step import StepInputs, step_inputs, with_advantages
+from aggcli.objective.step import step_inputs, with_advantages
 from aggcli.objective.weights import need_groups
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rules import Rule
@@ -61,7 +61,7 @@ class Replay:
                 layouts = self._scheduled(step, part)
                 inputs = step_inputs(step, self.config.objective, modes, dtype, self.reducer, layouts[0][1])
                 head = Head(number, batch.name, origin, [*batch.notes, *left_out, *part.notes])
-                measuring = self._measuring(inputs)
+                measuring = measure_config(inputs, self.config.objective, self.config, self.max_response_length)
                 yield report_step(head, inputs, layouts, measuring, groups, self._processes(measuring))
                 number += 1
 
@@ -89,17 +89,6 @@ class Replay:
                 raise RolloutError(f"{step.name}: layout 'recorded': the file records none (slime train dumps do)")
             found.append((layout, schedule))
         return found
-
-    def _measuring(self, inputs: StepInputs) -> MeasureConfig:
-        return MeasureConfig(
-            inputs.names,
-            inputs.weight_names,
-            self.config.objective,
-            inputs.has_ratio,
-            self.config.correct_threshold,
-            self.max_response_length,
-            self.config.log_correct_samples,
-        )
 
     def _processes(self, measuring: MeasureConfig) -> Processes | None:
         """The real ranks, where there are any."""

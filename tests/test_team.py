@@ -18,6 +18,8 @@ from aggcli import team as team_module
 from aggcli.cli import live
 from aggcli.config import ObjectiveConfig
 from aggcli.errors import RecordError
+from aggcli.measurement.comparison import LayoutComparison
+from aggcli.measurement.report import StepReport
 from aggcli.rules import SAMPLE_MEAN
 from aggcli.team import MemberFailed, Team, together
 from aggcli.training.loop import TrainedStep
@@ -237,7 +239,12 @@ def test_the_live_table_has_a_row_for_each_mode_of_all_processes(monkeypatch: py
     rules = [dataclasses.replace(SAMPLE_MEAN, name=mode) for mode in ("a", "b")]
     runs = [RunSpec(rule.name, 0, ObjectiveConfig(loss_aggregation=rule), 1e-3) for rule in rules]
     values = [{"samples": 4, "correct/count": 3, "raw_reward": 0.75, "pg_loss": None}, {"samples": 0, "raw_reward": None}]
-    reports = [RunReport(run, value, []) for run, value in zip(runs, values, strict=True)]
+    comparison = LayoutComparison(("dp1",), (), None, {})
+    steps = [
+        StepReport(0, "", (run.mode,), {run.mode: value}, [], comparison, "", False, [], {}, {}, {})
+        for run, value in zip(runs, values, strict=True)
+    ]
+    reports = [RunReport(run, step, False) for run, step in zip(runs, steps, strict=True)]
     shown = live.shown_of(TrainedStep(0, [(0, []), (1, reports)], [], 1.0, 4))
     assert shown == [("a", 0.75, 0.75, None), ("b", None, None, None)]
     table = live._table("step 1/2", [*shown, ("a", 0.25, 0.5, -1.0)], "caption")

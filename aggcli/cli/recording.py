@@ -152,7 +152,7 @@ def _manifest(run: RunSpec, shared: dict[str, Any]) -> dict[str, Any]:
 def write(writer: RunWriter, number: int, rollout_step: int, report: RunReport) -> None:
     """One optimizer step of a run."""
     head = {"step": number, "rollout_step": rollout_step, "mode": report.run.mode, "seed": report.run.seed}
-    writer.step({**head, **report.values}, [{**head, **line} for line in report.layouts])
+    writer.step({**head, **report.metrics_line()}, [{**head, **line} for line in report.layout_lines()])
 
 
 def write_timing(writers: Mapping[str, RunWriter], trainer: Trainer, done: TrainedStep) -> None:

@@ -21,6 +21,7 @@ from aggcli.errors import AggcliError, ExitCode, RecordError, RolloutError, Sett
 if TYPE_CHECKING:
     from aggcli.cli.live import Shown
     from aggcli.grid import Setup
+    from aggcli.measurement.comparison import LayoutComparison
     from aggcli.records import RunWriter
     from aggcli.rules import Rule
     from aggcli.team import Team
@@ -113,10 +114,10 @@ class Place:
 
 @dataclass
 class Outcome:
-    """How the share of one process went: the worst layout deviation, runs that diverged, steps without a signal, and each
-    finished run on fresh prompts."""
+    """How the share of one process went: how far layouts were apart in checked steps (run, number, comparison), which runs
+    diverged, steps without a signal, and each finished run on fresh prompts."""
 
-    deviation: float = 0.0
+    layouts: list[tuple[str, int, LayoutComparison]] = dataclasses.field(default_factory=list)
     diverged: list[str] = dataclasses.field(default_factory=list)
     silent_steps: int = 0
     final: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
@@ -258,12 +259,11 @@ def _loop(
 
 def _record(trainer: Trainer, done: TrainedStep, writers: dict[str, RunWriter], outcome: Outcome) -> list[str]:
     """Write a step of this process's runs; returns what is to be said of runs that diverged in it."""
-    from aggcli.training.report import deviation
-
     for number, reports in done.optimizer_steps:
         for report in reports:
             recording.write(writers[report.run.name], number, done.step, report)
-            outcome.deviation = max(outcome.deviation, deviation(report))
+            if report.checked:
+                outcome.layouts.append((report.run.name, number, report.step.comparison))
             outcome.silent_steps += _is_silent(report.values)
     recording.write_timing(writers, trainer, done)
     new = _diverged(done.diverged, writers)

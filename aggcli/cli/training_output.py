@@ -15,6 +15,7 @@ from aggcli.measurement.words import plural
 if TYPE_CHECKING:
     from aggcli.cli.training import Outcome, TrainingRequest
     from aggcli.grid import Setup
+    from aggcli.measurement.comparison import LayoutComparison
     from aggcli.rules import Rule
     from aggcli.training.stack import RunSpec
 
@@ -96,14 +97,30 @@ def finish(
         several = "steps of runs had only groups of equal rewards: they carry no signal and change nothing"
         say(plural(silent_steps, one, several))
     say(f"recorded in {directory}")
-    limit = TOLERANCE[request.config.dtype or "float64"]
-    deviation = max(outcome.deviation for outcome in outcomes)
-    if deviation > limit:
-        raise CheckFailed(f"a layout changed pg_loss by {deviation:.3g}, relative; layouts.jsonl tells which")
+    _check_layouts(request, outcomes)
     diverged = [text for outcome in outcomes for text in outcome.diverged]
     if diverged:
         raise CheckFailed(f"{len(diverged)} of {len(runs)} runs diverged: {diverged[0]}")
     return ExitCode.DONE
+
+
+def _check_layouts(request: TrainingRequest, outcomes: Sequence[Outcome]) -> None:
+    """Say how far layouts were apart in the steps that were checked. Raises `CheckFailed` where one changed a number."""
+    from aggcli.measurement.comparison import between_layouts, beyond_rounding, together
+
+    found = [one for outcome in outcomes for one in outcome.layouts]
+    if not found:
+        return
+    by_step: dict[int, list[LayoutComparison]] = {}
+    for _, number, comparison in found:
+        by_step.setdefault(number, []).append(comparison)
+    steps = plural(len(by_step), "optimizer step was evaluated", "optimizer steps were evaluated")
+    said = between_layouts([together(by_step[number]) for number in sorted(by_step)])
+    say("; ".join([f"{steps} under several layouts ({some(sorted(by_step))})", *said]))
+    for run, number, comparison in found:
+        if said := beyond_rounding([(number, comparison)], TOLERANCE[request.config.dtype or "float64"]):
+            where = "" if run == "." else f"{run}, "
+            raise CheckFailed(f"{where}{said}; layouts.jsonl holds them")
 
 
 def _steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
@@ -118,7 +135,7 @@ def _steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
     mode = request.modes[0].name
     return {
         "steps": [
-            {"step": line["step"], "modes": {mode: {**line, "layouts": layouts[line["step"]]}}}
+            {"step": line["step"], "modes": {mode: {**line, "layouts": layouts.get(line["step"], {})}}}
             for line in records.read_lines(directory / records.METRICS)
         ]
     }

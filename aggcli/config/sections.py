@@ -220,7 +220,7 @@ class TrainingConfig:
     checkpoint_every: int = 20
     """Rollout steps between checkpoints."""
     layout_records: bool = True
-    """Record every step under the layouts too."""
+    """Evaluate the first step, the last and each before a checkpoint under every layout, and record that."""
 
 
 @dataclass(frozen=True)

@@ -60,21 +60,30 @@ class LocalView:
 
 
 def cut(
-    step: RolloutBatch, schedule: Schedule, cp: int, *, tokens: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+    step: RolloutBatch,
+    schedule: Schedule,
+    cp: int,
+    *,
+    tokens: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    only: int | None = None,
 ) -> list[LocalView]:
     """Cut one optimizer step into the local views of all ranks, data-parallel rank by rank, context-parallel within.
 
-    `tokens`, `weights`: the flat [T] arrays to hand out, by name. Idle ranks get empty views.
+    `tokens`, `weights`: the flat [T] arrays to hand out, by name. Idle ranks get empty views. `only`: the view of this rank
+    alone.
     """
     owner_T = torch.from_numpy(owner_of_tokens(step.total_length_S.numpy(), step.response_length_S.numpy(), cp))
     mask_sum_S, share_S = step.mask_sum_S(), rollout_share(step.rollout_S)
     views = []
     for dp_rank, (partition, micro_batches) in enumerate(zip(schedule.partitions, schedule.micro_batches, strict=True)):
+        if only is not None and only // cp != dp_rank:
+            continue
         held_S = torch.tensor(partition, dtype=torch.int64)
         order_S = torch.tensor([at for micro_batch in micro_batches for at in micro_batch], dtype=torch.int64)
         position_T = ragged_positions(step.response_length_S, held_S[order_S])
         sample_T = torch.repeat_interleave(torch.arange(order_S.numel()), step.response_length_S[held_S[order_S]])
-        for cp_rank in range(cp):
+        for cp_rank in range(cp) if only is None else (only % cp,):
             mine_T = owner_T[position_T] == cp_rank
             at_T = position_T[mine_T]
             views.append(
@@ -98,29 +107,6 @@ def cut(
                 )
             )
     return views
-
-
-def whole(step: RolloutBatch, *, tokens: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> LocalView:
-    """The view of a single rank that holds the whole step, in the order of the file, without a copy."""
-    samples = step.num_samples
-    return LocalView(
-        dp_rank=0,
-        cp_rank=0,
-        sample_S=torch.arange(samples, device=step.rollout_S.device),
-        local_raw_reward_S=step.reward_S,
-        response_length_S=step.response_length_S,
-        total_length_S=step.total_length_S,
-        mask_sum_S=step.mask_sum_S(),
-        rollout_share_S=rollout_share(step.rollout_S),
-        tokens=dict(tokens),
-        weights=dict(weights),
-        order_S=torch.arange(samples, device=step.rollout_S.device),
-        token_count_S=step.response_length_S,
-        step_position_T=torch.arange(step.loss_mask_T.numel(), device=step.rollout_S.device),
-        micro_batch_S=torch.zeros_like(step.rollout_S),
-        num_micro_batches=1,
-        counts_samples=True,
-    )
 
 
 def _micro_batch_of(order_S: Tensor, micro_batches: Sequence[Sequence[int]]) -> Tensor:

@@ -80,6 +80,21 @@ def compare_layouts(layouts: Sequence[LayoutReport], exact: Sequence[str], movin
     )
 
 
+def together(comparisons: Sequence[LayoutComparison]) -> LayoutComparison:
+    """One comparison of several of the same step: those of the runs of a stack."""
+    moving: dict[str, list[Difference]] = {}
+    for comparison in comparisons:
+        for rule, difference in comparison.moving.items():
+            moving.setdefault(rule, []).extend([difference] if difference is not None else [])
+    return LayoutComparison(
+        tuple(dict.fromkeys(layout for one in comparisons for layout in one.layouts)),
+        tuple(dict.fromkeys(rule for one in comparisons for rule in one.exact)),
+        _largest(one.largest for one in comparisons if one.largest is not None),
+        {rule: _most_telling(found) for rule, found in moving.items()},
+        tuple(dict.fromkeys(what for one in comparisons for what in one.misplaced)),
+    )
+
+
 def _differences(layouts: Sequence[LayoutReport], rule: str) -> Iterator[Difference]:
     """Every number under the first layout and under each other; where those are one layout, its ranks' numbers too."""
     first = layouts[0]

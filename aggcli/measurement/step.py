@@ -4,35 +4,56 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from aggcli.config import ObjectiveConfig, RunConfig
 from aggcli.errors import RolloutError, some
 from aggcli.layout.schedule import Layout, Schedule
 from aggcli.layout.views import LocalView, cut
+from aggcli.measurement.catalogue import checked
 from aggcli.measurement.comparison import ROUNDING, LayoutComparison, compare_layouts, moved
 from aggcli.measurement.influence import influence
 from aggcli.measurement.local import HELD, MeasureConfig, Partials, marks, measure
 from aggcli.measurement.notes import notes_on_step, skipped
+from aggcli.measurement.ranks import Measured
 from aggcli.measurement.reduce import combine, gradient_comparison, not_finite, rank_values, reduced_values, sizes
 from aggcli.measurement.report import TWIN, LayoutReport, RankReport, StepReport, Values
 from aggcli.measurement.samples import sample_columns, weight_of_samples
 from aggcli.objective.step import StepInputs, in_layout
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
 
-Processes = Callable[[Sequence[LocalView]], tuple[list[Partials], Partials]]
-"""Real ranks: from the views of all ranks to each rank's partial sums, and to the reduced ones."""
+Processes = Measured | Callable[[Sequence[LocalView]], Measured]
+"""What real ranks have measured, or will when they are given their views."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a step is: its number, where it comes from, where its advantages do, and what was said of it before."""
+    """What a step is: its number, where it comes from, where its advantages do, what was said of it before, and numbers from
+    elsewhere (`extra`, such as the norm of a gradient by parameters)."""
 
     step: int
     source: str
     advantages: str
     notes: Sequence[str] = ()
+    extra: Values = field(default_factory=dict)
+
+
+def measure_config(
+    inputs: StepInputs, objective: ObjectiveConfig, config: RunConfig, max_response_length: int, *, with_gradient: bool = True
+) -> MeasureConfig:
+    """What is measured of these inputs, under these settings."""
+    return MeasureConfig(
+        inputs.names,
+        inputs.weight_names,
+        objective,
+        inputs.has_ratio,
+        config.correct_threshold,
+        max_response_length,
+        config.log_correct_samples,
+        with_gradient,
+    )
 
 
 def report_step(
@@ -42,26 +63,27 @@ def report_step(
     measuring: MeasureConfig,
     groups: Values,
     processes: Processes | None = None,
+    *,
+    is_checked: bool = True,
+    is_detailed: bool = True,
 ) -> StepReport:
     """The report of one optimizer step. `layouts`: the one in force first, each with what it makes of the step; `groups`: the
     numbers of whole groups; `processes`: the real ranks of the layout in force, whose numbers are then recorded, with the same
-    layout in one process beside them as the check.
+    layout in one process beside them as the check, where the step `is_checked`; `is_detailed`: with per-sample columns and what
+    each rule does to the batch.
 
     Raises `RolloutError` where a number overflows.
     """
     step, rules = inputs.step, inputs.names
     shared = groups | {"rollouts": int(is_first(step.rollout_S).sum()), "prompts": _count_groups(step)}
-    reports, total = _layout_reports(inputs, layouts, measuring, shared, processes)
+    reports, total = _layout_reports(inputs, layouts, measuring, shared, processes, is_checked=is_checked)
     if bad := not_finite(total):
         raise RolloutError(
             f"{step.name}: {bad} overflows float64: a log-probability or an advantage is too large; mask it out or mend it"
         )
     recorded = [report for report in reports if report.evaluated != TWIN]
-    compared = gradient_comparison(total, rules, rules[0])
-    values = {
-        rule: recorded[0].values[rule] | shared | influence(step, inputs.weights[rule], measuring) | compared.get(rule, {})
-        for rule in rules
-    }
+    done = _what_rules_do(inputs, total, measuring) if is_detailed else {}
+    values = {rule: recorded[0].values[rule] | shared | done.get(rule, {}) | checked(head.extra) for rule in rules}
     moving = {rule.name: rule for rule in inputs.rules if inputs.moves(rule)}
     comparison = compare_layouts(reports, [rule for rule in rules if rule not in moving], list(moving))
     return StepReport(
@@ -75,8 +97,8 @@ def report_step(
         empty=not bool(step.loss_mask_T.any()),
         notes=[*head.notes, *notes_on_step(inputs, values, recorded), *_moving(comparison, inputs)],
         skipped=skipped(inputs),
-        samples=sample_columns(step, measuring.correct_threshold),
-        weights={rule: weight_of_samples(step, inputs.weights[rule]) for rule in rules},
+        samples=sample_columns(step, measuring.correct_threshold) if is_detailed else {},
+        weights={rule: weight_of_samples(step, inputs.weights[rule]) for rule in rules} if is_detailed else {},
     )
 
 
@@ -86,6 +108,8 @@ def _layout_reports(
     measuring: MeasureConfig,
     shared: Values,
     processes: Processes | None,
+    *,
+    is_checked: bool,
 ) -> tuple[list[LayoutReport], Partials]:
     """A report for every layout, and the partial sums of the one in force, added up; after real ranks comes their twin."""
     reports: list[LayoutReport] = []
@@ -95,13 +119,20 @@ def _layout_reports(
         views = cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=weights)
         measured: list[tuple[str, list[Partials], Partials]] = []
         if at == 0 and processes is not None:
-            measured.append(("processes", *processes(views)))
-        parts = [measure(view, measuring) for view in views]
-        measured.append((TWIN if measured else "in-process", parts, combine(parts)))
+            measured.append(("processes", *(processes(views) if callable(processes) else processes)))
+        if not measured or is_checked:
+            parts = [measure(view, measuring) for view in views]
+            measured.append((TWIN if measured else "in-process", parts, combine(parts)))
         for how, of_ranks, total in measured:
             reports.append(_layout_report(layout, how, schedule, of_ranks, total, inputs, shared))
             totals.append(total)
     return reports, totals[0]
+
+
+def _what_rules_do(inputs: StepInputs, total: Partials, measuring: MeasureConfig) -> dict[str, Values]:
+    """By rule: where its weight goes, and its gradient against the first rule's."""
+    compared = gradient_comparison(total, inputs.names, inputs.names[0])
+    return {rule: influence(inputs.step, inputs.weights[rule], measuring) | compared.get(rule, {}) for rule in inputs.names}
 
 
 def _moving(comparison: LayoutComparison, inputs: StepInputs) -> list[str]:

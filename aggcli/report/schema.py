@@ -111,7 +111,8 @@ _STEP = (
         "layout_deviation",
         BLANK,
         "largest difference of any number between layouts, over the sum of its absolute terms, under rules that no layout may"
-        " move; null where there was one layout, or infinity (a sample is misplaced, or a number missing)",
+        " move; null where no two layouts were evaluated (training checks its first and last step and each before a checkpoint),"
+        " or for infinity (a sample misplaced, a number missing)",
         "the step's layouts",
     ),
     Field(
@@ -125,8 +126,8 @@ _STEP = (
 _RANK = (
     Field("rank", WHOLE, "number of the data-parallel rank, from 0", "the layout", required=True),
     *_OF_A_RANK,
-    Field("cp_tokens", _list(WHOLE), "replay: response tokens on each context-parallel rank", "the rank", "tokens"),
-    Field("partition", _list(WHOLE), "replay: positions, in the step, of its training samples, from 0", "the rank"),
+    Field("cp_tokens", _list(WHOLE), "response tokens on each context-parallel rank", "the rank", "tokens"),
+    Field("partition", _list(WHOLE), "positions, among the run's samples of the step, of its own, from 0", "the rank"),
     _LENGTHS,
 )
 _STEP_IN_LAYOUT = (

@@ -18,7 +18,7 @@ from aggcli.policy.groups import threads_for
 from aggcli.policy.transformer import Parameters, stacked
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.checkpoint import Checkpoint
-from aggcli.training.report import Reporter, RunReport
+from aggcli.training.report import Reporter, RunReport, not_reportable
 from aggcli.training.rollout import Rollouts, StepSource
 from aggcli.training.rows import optimizer_step_positions, rows_of_rank
 from aggcli.training.stack import Optimizer, RunSpec, weights_of
@@ -93,7 +93,7 @@ class Trainer:
         parts = optimizer_step_positions(rollouts.batch, len(self.runs), self.config.layout.global_batch_size)
         for rule in [run.rule for run in self.runs if run.rule.needs_groups][:1]:
             need_whole_groups(rollouts.batch, [Part("", positions.tolist()) for positions in parts], rule)
-        groups = self.reporter.groups(rollouts.batch, len(self.runs)) if self.world.is_root else []
+        groups = self.reporter.groups(rollouts.batch, len(self.runs))
         several = len(parts) * self.config.training.num_iterations > 1
         old_T = self._log_probs(self.weights.parameters, rollouts) if several else None
         reference_T = self._log_probs(self._reference_stack(), rollouts) if self._uses_reference() else None
@@ -129,11 +129,25 @@ class Trainer:
         stepping_R = self._stepping(step, found)
         norm_R = self.optimizer.step(self.weights.flat_RP, found.gradient_RP, stepping_R.to(found.gradient_RP.device))
         self.weights.refresh()
-        if not self.world.is_root:
-            return []
+        for name, what in not_reportable(step, self.runs, given, found).items():
+            self.broken.setdefault(name, what)
         extra = [{"grad_norm": norm, **values} for norm, values in zip(norm_R.tolist(), sampled, strict=True)]
-        reports = self.reporter.step(self.runs, step, given, found, groups, extra)
-        return [report for report in reports if report.run.name not in self.broken]
+        return self.reporter.step(
+            self.optimizer_step,
+            {at: run for at, run in enumerate(self.runs) if run.name not in self.broken},
+            step,
+            given,
+            found,
+            groups,
+            extra,
+            is_checked=self._is_checked(),
+        )
+
+    def _is_checked(self) -> bool:
+        """Whether this rollout step is evaluated under every layout: the first, the last, and each before a checkpoint."""
+        training, done = self.config.training, self.step + 1
+        due = self.step == 0 or done == training.steps or done % training.checkpoint_every == 0
+        return training.layout_records and due
 
     def _stepping(self, step: RolloutBatch, found: Gradient) -> Tensor:
         finite_R = _all_finite(found.gradient_RP).cpu()

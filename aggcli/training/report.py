@@ -1,203 +1,206 @@
-"""What a training step reports, for every run of the stack, in force and under each layout."""
+"""What an optimizer step of a stack reports: every run's own, by the same measurement as a replayed step.
+
+Each run's ranks measure their own slices under the layout in force: in this process, or on real ranks from what each rank has
+computed itself. On steps that are checked, the other layouts are evaluated too, and the layout in force once more in one
+process where its ranks are real.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from aggcli.config import RunConfig
-from aggcli.layout.schedule import Layout, schedule_step
-from aggcli.layout.views import GlobalView, whole
-from aggcli.measurement.catalogue import checked
+from aggcli.layout.schedule import Layout, Schedule, schedule_step
+from aggcli.layout.views import GlobalView, cut
 from aggcli.measurement.groups import group_values
-from aggcli.measurement.local import Contributions, MeasureConfig, Partials, contributions, per_cell
-from aggcli.measurement.reduce import combine, rank_values, reduced_values
-from aggcli.measurement.report import Values
-from aggcli.objective.step import WeightNames, weighing_of
+from aggcli.measurement.local import MeasureConfig, measure
+from aggcli.measurement.ranks import reduced
+from aggcli.measurement.report import StepReport, Values
+from aggcli.measurement.step import Head, Measured, measure_config, report_step
+from aggcli.objective.step import StepInputs, step_inputs
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 from aggcli.training.stack import RunSpec
-from aggcli.training.step import Gradient, StepTokens, stack_weights
+from aggcli.training.step import Gradient, StepTokens
+from aggcli.world import World
 
-IN_FORCE = "in force"
-"""The rule of a stack: every run's own mode, by its own weights."""
-METRICS = "metrics"
-KL = "kl"
-ENTROPY = "entropy"
+MOST_LOG_RATIO = math.log(torch.finfo(torch.float64).max) / 2
+"""The largest log-probability ratio, in nats, whose square float64 holds."""
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run's optimizer step: `values` under the layout in force; `layouts`: its line of each layout."""
+    """One run's optimizer step. `checked`: whether it was evaluated under the other layouts too."""
 
     run: RunSpec
-    values: Values
-    layouts: list[dict[str, Any]]
+    step: StepReport
+    checked: bool
+
+    @property
+    def values(self) -> Values:
+        """The numbers under the layout in force."""
+        return self.step.values[self.run.mode]
+
+    def metrics_line(self) -> dict[str, Any]:
+        """What metrics.jsonl holds of the step."""
+        return {**self.values, "layout_deviation": self.step.comparison.deviation}
+
+    def layout_lines(self) -> list[dict[str, Any]]:
+        """What layouts.jsonl holds of the step: nothing, unless it was checked."""
+        mode = self.run.mode
+        return [
+            {"layout": report.layout, "evaluated": report.evaluated, **report.as_json(mode)}
+            for report in (self.step.layouts if self.checked else [])
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """One run's step, ready to be reported: `batch` holds its samples alone, `schedule` is the layout in force, and `own` what
+    this rank has computed itself of the log-probabilities and entropies."""
+
+    inputs: StepInputs
+    schedule: Schedule
+    measuring: MeasureConfig
+    own: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Reporter:
-    """Measures optimizer steps of a stack; everything is measured once, then added up by run and by rank."""
+    """Measures optimizer steps of a stack. `in_force`: the layout that training runs on; `others`: those that a checked step is
+    evaluated under too. Every rank of the world must call `step`."""
 
     config: RunConfig
-    layouts: tuple[Layout, ...]
+    in_force: Layout
+    others: tuple[Layout, ...]
     response_limit: int
+    world: World
 
     def step(
         self,
-        runs: Sequence[RunSpec],
+        number: int,
+        runs: Mapping[int, RunSpec],
         step: RolloutBatch,
         given: StepTokens,
         found: Gradient,
         groups: Sequence[Values],
         extra: Sequence[Values],
+        *,
+        is_checked: bool,
     ) -> list[RunReport]:
-        """A report for every run. `groups`: each run's numbers of whole groups; `extra`: further ones (gradient norm, ...).
+        """A report for each of these runs (by position in the stack), at the root; nothing elsewhere. `groups`: the numbers of
+        whole groups of every run of the stack; `extra`: further ones (gradient norm, ...).
 
-        A run without a KL term reports no kl_loss, whatever the others of its stack need.
+        A run without a KL term reports no kl_loss, whatever the others of its stack need. The numbers of the runs must be
+        finite (`not_reportable`).
         """
-        measuring = self._measuring()
-        columns = self._contributions(step, given, found, measuring)
-        totals = per_cell(columns, step.run_S, len(runs), measuring)
-        by_layout = [
-            self._layout_lines(layout, runs, step, self._columns_in(layout, runs, step, given, found, columns), measuring)
-            for layout in self.layouts
-        ]
+        ready = [self._ready(run, step, step.run_S == at, given, found) for at, run in runs.items()]
+        measured = self._on_ranks(ready)
+        if not self.world.is_root:
+            return []
         reports = []
-        for at, run in enumerate(runs):
-            hidden = () if run.objective.kl_coef else ("kl_loss",)
-            whole_step = groups[at] | _counts(step, step.run_S == at)
-            values = _without(hidden, reduced_values(totals[at], IN_FORCE)) | whole_step | checked(extra[at])
-            reports.append(RunReport(run, values, [{**_without(hidden, lines[at]), **whole_step} for lines in by_layout]))
+        for (at, run), one, of_ranks in zip(runs.items(), ready, measured, strict=True):
+            others = [(layout, _schedule(layout, one.inputs.step)) for layout in (self.others if is_checked else ())]
+            report = report_step(
+                Head(number, step.name, "", extra=extra[at]),
+                one.inputs,
+                [(self.in_force, one.schedule), *others],
+                one.measuring,
+                groups[at],
+                of_ranks,
+                is_checked=is_checked,
+                is_detailed=False,
+            )
+            reports.append(RunReport(run, report, is_checked))
         return reports
 
     def groups(self, batch: RolloutBatch, runs: int) -> list[Values]:
         """The numbers of each run that need whole groups, from the whole rollout batch."""
-        return [_group_values(batch, batch.run_S == run, self.config.correct_threshold) for run in range(runs)]
+        found = []
+        for run in range(runs):
+            own = of_run(batch, batch.run_S == run)
+            view = GlobalView(own.reward_S, own.rollout_S, own.group_S)
+            found.append(group_values(view, self.config.correct_threshold) if own.num_samples else {})
+        return found
 
-    def _columns_in(
-        self,
-        layout: Layout,
-        runs: Sequence[RunSpec],
-        step: RolloutBatch,
-        given: StepTokens,
-        found: Gradient,
-        in_force: Contributions,
-    ) -> Contributions:
-        """The columns under a layout: those in force, unless a run's rule has other weights there."""
-        if not any(map(_moves, runs)):
-            return in_force
-        loss_T, metric_T, kl_T, entropy_T = stack_weights(step, runs, layout)
-        moved = dataclasses.replace(
-            given, loss_weight_T=loss_T, metric_weight_T=metric_T, kl_weight_T=kl_T, entropy_weight_T=entropy_T
-        )
-        return self._contributions(step, moved, found, self._measuring())
+    def _ready(self, run: RunSpec, step: RolloutBatch, mine_S: Tensor, given: StepTokens, found: Gradient) -> _Ready:
+        mine_T = torch.repeat_interleave(mine_S, step.response_length_S)
+        batch = _with_streams(of_run(step, mine_S), mine_T, given, found, with_kl=bool(run.objective.kl_coef))
+        schedule = _schedule(self.in_force, batch)
+        inputs = step_inputs(batch, run.objective, (run.rule,), torch.float64, schedule=schedule)
+        measuring = measure_config(inputs, run.objective, self.config, self.response_limit, with_gradient=False)
+        own = {"log_probs": found.own_log_probs_T[mine_T], "entropy": found.own_entropy_T[mine_T]}
+        if given.old_log_probs_T is None:  # the policy itself is the old one
+            own |= {name: own["log_probs"] for name in ("old_log_probs", "trainer_log_probs") if name in inputs.tokens}
+        return _Ready(inputs, schedule, measuring, own)
 
-    def _measuring(self) -> MeasureConfig:
-        return MeasureConfig(
-            (IN_FORCE,),
-            {IN_FORCE: WeightNames(IN_FORCE, METRICS, KL, ENTROPY)},
-            self.config.objective,
-            True,
-            self.config.correct_threshold,
-            self.response_limit,
-            self.config.log_correct_samples,
-            with_gradient=False,
-        )
-
-    def _contributions(self, step: RolloutBatch, given: StepTokens, found: Gradient, measuring: MeasureConfig) -> Contributions:
-        new_T = found.log_probs_T
-        tokens = {
-            "loss_mask": step.loss_mask_T,
-            "log_probs": new_T,
-            "old_log_probs": new_T if given.old_log_probs_T is None else given.old_log_probs_T.double(),
-            "advantages": given.advantages_T.double(),
-            "entropy": found.entropy_T,
-            "clip_low": given.clip_low_T.double(),
-            "clip_high": given.clip_high_T.double(),
-            "kl_coef": given.kl_coef_T.double(),
-        }
-        if given.ref_log_probs_T is not None:
-            tokens["ref_log_probs"] = given.ref_log_probs_T.double()
-        if step.rollout_log_probs_T is not None:
-            tokens |= {
-                "trainer_log_probs": tokens["old_log_probs"],
-                "rollout_log_probs": step.rollout_log_probs_T.double(),
-            }
-        weights = {
-            IN_FORCE: given.loss_weight_T.double(),
-            METRICS: given.metric_weight_T.double(),
-            KL: given.kl_weight_T.double(),
-            ENTROPY: given.entropy_weight_T.double(),
-        }
-        return contributions(whole(step, tokens=tokens, weights=weights), measuring)
-
-    def _layout_lines(
-        self, layout: Layout, runs: Sequence[RunSpec], step: RolloutBatch, columns: Contributions, measuring: MeasureConfig
-    ) -> list[dict[str, Any]]:
-        """One line a run: the run's numbers reduced over the layout's ranks, and each rank's."""
-        lengths = step.total_length_S.tolist()
-        cell_S = torch.empty(step.num_samples, dtype=torch.int64)
-        micro_batches = []
-        for run in range(len(runs)):
-            samples = (step.run_S == run).nonzero().flatten().tolist()
-            schedule = schedule_step(layout, [lengths[sample] for sample in samples])
-            for rank, partition in enumerate(schedule.partitions):
-                cell_S[[samples[at] for at in partition]] = run * layout.dp + rank
-                micro_batches.append(len(schedule.micro_batches[rank]))
-        cells = per_cell(columns, cell_S, len(runs) * layout.dp, measuring)
-        for cell, count in zip(cells, micro_batches, strict=True):
-            cell.sums[("micro_batches",)] = float(count)
-        return [_layout_line(layout, cells[run * layout.dp : (run + 1) * layout.dp]) for run in range(len(runs))]
+    def _on_ranks(self, ready: Sequence[_Ready]) -> list[Measured | None]:
+        """What real ranks measure, each from its own slice and from what it has computed itself; None where there are none."""
+        if self.world.size == 1:
+            return [None] * len(ready)
+        own = []
+        for one in ready:
+            tokens, weights = one.inputs.tokens | one.own, one.inputs.weights
+            (view,) = cut(one.inputs.step, one.schedule, self.in_force.cp, tokens=tokens, weights=weights, only=self.world.rank)
+            own.append(measure(view, one.measuring))
+        return [*reduced(self.world, own)]
 
 
-def _layout_line(layout: Layout, ranks: Sequence[Partials]) -> dict[str, Any]:
-    total = combine(ranks)
-    line: dict[str, Any] = {"layout": layout.text, "evaluated": "in-process", **reduced_values(total, IN_FORCE)}
-    shown = [{"rank": rank, **rank_values(part, IN_FORCE), **_lengths(part)} for rank, part in enumerate(ranks)]
-    return {**line, **_lengths(total), "ranks": shown}
-
-
-def _lengths(part: Partials) -> dict[str, Any]:
-    return {} if part.correct_lengths is None else {"correct/lengths": part.correct_lengths}
-
-
-def _group_values(step: RolloutBatch, mine_S: torch.Tensor, threshold: float) -> Values:
-    reward_S = None if step.reward_S is None else step.reward_S[mine_S]
-    group_S, rollout_S = step.group_S[mine_S], step.rollout_S[mine_S]
-    if not group_S.numel():
-        return {}
-    known_S = group_S != NO_GROUP
-    first = int(group_S[known_S].min()) if known_S.any() else 0
-    view = GlobalView(reward_S, rollout_S - rollout_S.min(), torch.where(known_S, group_S - first, NO_GROUP))
-    return group_values(view, threshold)
-
-
-def _counts(step: RolloutBatch, mine_S: torch.Tensor) -> Values:
-    group_S = step.group_S[mine_S]
-    return {
-        "rollouts": step.rollout_S[mine_S].unique().numel(),
-        "prompts": group_S[group_S != NO_GROUP].unique().numel(),
+def not_reportable(step: RolloutBatch, runs: Sequence[RunSpec], given: StepTokens, found: Gradient) -> dict[str, str]:
+    """Runs with a trained token whose log-probability or entropy is not finite, or whose ratio overflows: by name, what is
+    wrong."""
+    log_ratio_T = torch.zeros(()) if given.old_log_probs_T is None else found.log_probs_T - given.old_log_probs_T
+    streams = [found.log_probs_T, found.entropy_T, given.old_log_probs_T, given.ref_log_probs_T]
+    infinite_T = torch.zeros_like(step.loss_mask_T)
+    for stream_T in streams:
+        if stream_T is not None:
+            infinite_T |= ~torch.isfinite(stream_T)
+    wrong = {
+        "its log-probabilities are not finite": infinite_T,
+        "its importance ratio overflows": log_ratio_T > MOST_LOG_RATIO,
     }
+    run_T = torch.repeat_interleave(step.run_S, step.response_length_S)
+    refused: dict[str, str] = {}
+    for text, wrong_T in wrong.items():
+        for at in run_T[step.loss_mask_T & wrong_T].unique().tolist():
+            refused.setdefault(runs[at].name, text)
+    return refused
 
 
-def _without(names: Sequence[str], line: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in line.items() if name not in names}
-    return kept if "ranks" not in kept else {**kept, "ranks": [_without(names, rank) for rank in kept["ranks"]]}
+def of_run(step: RolloutBatch, mine_S: Tensor) -> RolloutBatch:
+    """The samples of one run of a stack, with ids from 0."""
+    own = step.select(mine_S.nonzero().flatten())
+    if not own.num_samples:
+        return own
+    known_S = own.group_S != NO_GROUP
+    first = int(own.group_S[known_S].min()) if known_S.any() else 0
+    return dataclasses.replace(
+        own,
+        rollout_S=own.rollout_S - own.rollout_S.min(),
+        group_S=torch.where(known_S, own.group_S - first, NO_GROUP),
+        run_S=torch.zeros_like(own.run_S),
+    )
 
 
-def _moves(run: RunSpec) -> bool:
-    """Whether a layout can change a number of the run."""
-    return any(rule.depends_on_layout for rule in weighing_of(run.rule, run.objective).rules)
+def _with_streams(own: RolloutBatch, mine_T: Tensor, given: StepTokens, found: Gradient, *, with_kl: bool) -> RolloutBatch:
+    """One run's samples with the log-probabilities and entropies of this optimizer step, float64; `mine_T`: its tokens."""
+    log_probs_T, old_T, ref_T = found.log_probs_T[mine_T], given.old_log_probs_T, given.ref_log_probs_T
+    sampler_T = own.rollout_log_probs_T
+    return dataclasses.replace(
+        own,
+        log_probs_T=log_probs_T,
+        old_log_probs_T=log_probs_T if old_T is None else old_T[mine_T].double(),
+        ref_log_probs_T=ref_T[mine_T].double() if with_kl and ref_T is not None else None,
+        entropy_T=found.entropy_T[mine_T],
+        rollout_log_probs_T=None if sampler_T is None else sampler_T.double(),
+    )
 
 
-def deviation(report: RunReport) -> float:
-    """The largest relative difference of pg_loss between the layouts of a report; 0 for a rule that is made to move."""
-    if _moves(report.run):
-        return 0.0
-    losses = [line["pg_loss"] for line in report.layouts if line.get("pg_loss") is not None]
-    scale = max([abs(loss) for loss in losses] + [report.values.get("total_weight") or 0.0], default=0.0)
-    return (max(losses) - min(losses)) / scale if losses and scale else 0.0
+def _schedule(layout: Layout, step: RolloutBatch) -> Schedule:
+    return schedule_step(layout, step.total_length_S.tolist())

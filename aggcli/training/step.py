@@ -52,11 +52,14 @@ class StepTokens:
 
 @dataclass(frozen=True, eq=False)
 class Gradient:
-    """`gradient_RP`: d loss / d parameters of each run, summed over ranks; `log_probs_T`, `entropy_T`: of the whole step."""
+    """`gradient_RP`: d loss / d parameters of each run, summed over ranks; `log_probs_T`, `entropy_T`: of the whole step;
+    `own_log_probs_T`, `own_entropy_T`: as this rank has computed them, 0 at tokens that others compute."""
 
     gradient_RP: Tensor
     log_probs_T: Tensor
     entropy_T: Tensor
+    own_log_probs_T: Tensor
+    own_entropy_T: Tensor
 
 
 def step_tokens(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout, dtype: torch.dtype) -> StepTokens:
@@ -143,8 +146,8 @@ def step_gradient(
             new_T[0, flat] = own_T.detach().double().cpu()
             new_T[1, flat] = spread_T.detach().double().cpu()
     world.add_up(gradient_RP)
-    world.add_up(new_T)
-    return Gradient(gradient_RP, new_T[0], new_T[1])
+    whole_T = world.add_up(new_T.clone())
+    return Gradient(gradient_RP, *whole_T, *new_T)
 
 
 def _add_gradient(gradient_RP: Tensor, loss: Tensor, leaves: Sequence[Tensor]) -> None:

@@ -1,0 +1,42 @@
+"""One rank of a training run, of which rank 1 measures its slice wrongly: `python -m tests.faulty_rank FAULT ARGUMENTS...`.
+
+`slice`: the samples of rank 0; `entropy`: other entropies than the others add up; `token`: its last token is lost;
+`none`: nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from typing import Any
+
+from aggcli.cli.main import main
+from aggcli.layout.views import LocalView
+from aggcli.training import loop, report
+
+
+def plant(fault: str) -> None:
+    right_cut, right_gradient = report.cut, loop.step_gradient
+
+    def cut(*given: Any, only: int | None = None, **named: Any) -> list[LocalView]:
+        if only is None:
+            return right_cut(*given, **named)
+        (view,) = right_cut(*given, only=0 if fault == "slice" else only, **named)
+        if fault == "token":
+            mask_T = view.tokens["loss_mask"].clone()
+            mask_T[-1] = False
+            view = dataclasses.replace(view, tokens=view.tokens | {"loss_mask": mask_T})
+        return [view]
+
+    def step_gradient(*given: Any) -> Any:
+        found = right_gradient(*given)
+        return dataclasses.replace(found, own_entropy_T=found.own_entropy_T + (0.01 if fault == "entropy" else 0.0))
+
+    report.cut, loop.step_gradient = cut, step_gradient
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "1":
+        plant(sys.argv[1])
+    raise SystemExit(main(sys.argv[2:]))
