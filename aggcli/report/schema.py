@@ -111,7 +111,7 @@ _STEP = (
         "layout_deviation",
         BLANK,
         "largest difference of any number between layouts, over the sum of its absolute terms, under rules that no layout may"
-        " move; null where no two layouts were evaluated (training checks its first and last step and each before a checkpoint),"
+        " move; null where no two layouts were evaluated (training: on first and last steps and each before a checkpoint),"
         " or for infinity (a sample misplaced, a number missing)",
         "the step's layouts",
     ),
