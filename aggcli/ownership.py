@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from aggcli.errors import RecordError, some
+from aggcli.files import DRAFT
 from aggcli.records import LAYOUTS, MANIFEST, METRICS, SAMPLES, TENSORBOARD, TIMINGS, TRACKIO, first_free, read_manifest
 
 FIGURES = (
@@ -31,8 +32,14 @@ OWN_FOLDERS = {
     TRACKIO: r".+\.(db(-wal|-shm|-journal)?|lock)",
 }
 """What a results directory holds besides the run directories that its manifest names: files, and folder -> files in it."""
-_BESIDE = r"(\.tmp|\.before-resume(-\d+)?)?"
-"""How the draft of a file ends, and the backup that a resumed run makes of it."""
+_DRAFT = rf"({re.escape(DRAFT)})?"
+_BESIDE = rf"(\.before-resume(-\d+)?)?{_DRAFT}"
+"""How the draft of a file ends, which a killed run leaves, and the backup that a resumed run makes of it."""
+
+
+def is_blank(directory: Path) -> bool:
+    """A directory that a run has made and was killed before it had written what it is; also an empty one."""
+    return directory.is_dir() and all(path.name == MANIFEST + DRAFT for path in directory.iterdir())
 
 
 def check_output(wanted: Path | None, *, overwrite: bool) -> None:
@@ -45,7 +52,7 @@ def check_output(wanted: Path | None, *, overwrite: bool) -> None:
     if not str(wanted).strip() or str(wanted) == ".":
         raise RecordError(f"--output '{wanted}': must name a folder of its own, such as results/first")
     try:
-        if not wanted.exists() or (wanted.is_dir() and not any(wanted.iterdir())):
+        if not wanted.exists() or is_blank(wanted):
             return
         if not overwrite:
             raise RecordError(f"--output {wanted}: already holds something; choose another folder or give --overwrite")
@@ -69,7 +76,12 @@ def figure_file(name: str, ending: str) -> str:
 
 
 def need_own(directory: Path) -> None:
-    """Refuse a directory whose manifest, or that of one of its runs, is not one that aggcli writes. Raises `RecordError`."""
+    """Refuse a directory whose manifest, or that of one of its runs, is not one that aggcli writes. Raises `RecordError`.
+
+    A folder that holds the draft of a manifest and nothing else is aggcli's too.
+    """
+    if _holds_a_draft_only(directory):
+        return
     runs = [directory / name for name in read_manifest(directory).get("runs", [])]
     for place in (directory, *(run for run in runs if (run / MANIFEST).exists())):
         manifest = read_manifest(place)
@@ -79,20 +91,25 @@ def need_own(directory: Path) -> None:
             raise RecordError(f"{place}: its {MANIFEST} {what}, so aggcli did not write it; nothing is removed or replaced")
 
 
+def _holds_a_draft_only(directory: Path) -> bool:
+    return is_blank(directory) and any(directory.iterdir())
+
+
 def contents(directory: Path) -> tuple[list[Path], list[Path]]:
     """The files in a results directory that aggcli wrote, and whatever else stands in it; both sorted.
 
     A link is never aggcli's and is not followed; of a folder that is not aggcli's only the folder itself is named. Raises
     `RecordError` for a folder without a readable manifest, `OSError` for one that cannot be listed.
     """
-    runs = [directory / name for name in read_manifest(directory).get("runs", [])]
+    manifest = {} if _holds_a_draft_only(directory) else read_manifest(directory)
+    runs = [directory / name for name in manifest.get("runs", [])]
     with_records = {directory, *runs}
     own_folders = with_records | {parent for run in runs for parent in run.parents if directory in parent.parents}
     own_file = rf"({'|'.join(map(re.escape, OWN_FILES))}){_BESIDE}"
     own, foreign, folders = [], [], [directory]
     while folders:
         folder = folders.pop()
-        files = own_file if folder in with_records else OWN_FOLDERS.get(folder.name)
+        files = own_file if folder in with_records else _draft_too(OWN_FOLDERS.get(folder.name))
         for path in folder.iterdir():
             if path.is_symlink():
                 foreign.append(path)
@@ -102,6 +119,10 @@ def contents(directory: Path) -> tuple[list[Path], list[Path]]:
             else:
                 (own if files and re.fullmatch(files, path.name) else foreign).append(path)
     return sorted(own), sorted(foreign)
+
+
+def _draft_too(files: str | None) -> str | None:
+    return None if files is None else f"({files}){_DRAFT}"
 
 
 def fresh_directory(wanted: Path | None, default_name: str, *, overwrite: bool) -> Path:

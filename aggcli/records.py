@@ -22,18 +22,14 @@ import json
 import math
 import os
 import platform
-import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TextIO
-
-import orjson
+from typing import Any
 
 import aggcli
 from aggcli.errors import RecordError, some
+from aggcli.files import whole_file
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -100,122 +96,10 @@ def first_free(folder: Path, name: str) -> Path:
     return path
 
 
-class Sink(Protocol):
-    """A mirror of metrics.jsonl; see `aggcli.sinks`."""
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Take one line of metrics.jsonl."""
-        ...
-
-    def close(self) -> None: ...
-
-
-OpenSinks = Callable[[Path, Mapping[str, Any]], Sequence[Sink]]
-"""(run directory, manifest) -> its sinks, which hold the steps that its metrics.jsonl holds."""
-
-
-def no_sinks(directory: Path, manifest: Mapping[str, Any]) -> Sequence[Sink]:
-    """Records without a mirror."""
-    return ()
-
-
-class RunWriter:
-    """Writes one run directory. Opened before the work starts; every line is on disk before the next step begins.
-
-    With `resume_at`, goes on in a directory that a run has left: lines of rollout steps from that one on are cut off (a backup
-    keeps them), and what comes is appended. `timed`: the run has rollout steps, which `timing` records. Raises `RecordError`
-    for records that are not there or cannot be read.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        manifest: Mapping[str, Any],
-        resume_at: int | None = None,
-        open_sinks: OpenSinks = no_sinks,
-        *,
-        timed: bool = False,
-    ) -> None:
-        self.directory = directory
-        self.manifest = {"schema": SCHEMA, **manifest}
-        directory.mkdir(parents=True, exist_ok=True)
-        write_manifest(directory, {**self.manifest, "status": "running"})
-        names = (METRICS, LAYOUTS, TIMINGS) if timed else (METRICS, LAYOUTS)
-        if resume_at is not None:
-            if resume_at and not (directory / METRICS).exists():
-                raise RecordError(f"{directory / METRICS}: is missing, so what was done before step {resume_at} cannot be kept")
-            for name in names:
-                cut_off(directory / name, resume_at)
-        self._sinks = open_sinks(directory, self.manifest)
-        mode = "x" if resume_at is None else "a"
-        self._files: dict[str, TextIO] = {name: (directory / name).open(mode, encoding="utf-8") for name in names}
-
-    def step(self, metrics: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]]) -> None:
-        """Append one optimizer step."""
-        for layout in layouts:
-            _append(self._files[LAYOUTS], layout)
-        _append(self._files[METRICS], metrics)
-        for sink in self._sinks:
-            sink.step(metrics)
-
-    def timing(self, rollout_step: int, seconds: float, runs: int, tokens: int) -> None:
-        """Append what one rollout step of the run's stack took: seconds, and the runs and response tokens they went into."""
-        line = {"rollout_step": rollout_step, "seconds": seconds, "runs": runs, "tokens": tokens}
-        _append(self._files[TIMINGS], line)
-
-    def samples(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Write the per-sample columns of one optimizer step."""
-        import pyarrow
-        import pyarrow.parquet
-
-        folder = self.directory / SAMPLES
-        folder.mkdir(exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.table(dict(columns)), folder / f"step-{step:06d}.parquet")
-
-    def __enter__(self) -> RunWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with ExitStack() as closing:  # a full disk must not keep the manifest from saying how the run ended
-            for sink in self._sinks:
-                closing.callback(sink.close)
-            closing.callback(write_manifest, self.directory, {**self.manifest, "status": ended(error)})
-            for file in self._files.values():
-                closing.callback(file.close)
-
-
-def cut_off(path: Path, step: int) -> None:
-    """Keep only the whole lines of rollout steps before `step`; what is cut stays beside it, in a backup of the file."""
-    if not path.exists():
-        return
-    whole = path.read_bytes()
-    lines = [line for line in whole.splitlines(keepends=True) if line.endswith(b"\n")]
-    kept = b"".join(line for at, line in enumerate(lines) if _rollout_step(path, at, line) < step)
-    if kept == whole:
-        return
-    shutil.copy2(path, first_free(path.parent, path.name + ".before-resume"))
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_bytes(kept)
-    draft.replace(path)
-
-
-def _rollout_step(path: Path, at: int, line: bytes) -> int:
-    try:
-        return int(orjson.loads(line)["rollout_step"])
-    except (ValueError, KeyError, TypeError):
-        raise RecordError(f"{path}: line {at + 1} is not the record of a step; remove it to go on") from None
-
-
-def ended(error: BaseException | None) -> str:
-    """`done`, `interrupted` or `failed`: how a manifest says a run ended."""
-    return "done" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-
-
 def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest atomically: a reader sees the old one or the new one."""
-    draft = directory / (MANIFEST + ".tmp")
-    draft.write_text(to_json(manifest, indent=2) + "\n", encoding="utf-8")
-    draft.replace(directory / MANIFEST)
+    with whole_file(directory / MANIFEST) as draft:
+        draft.write_text(to_json(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def update_manifest(directory: Path, **facts: Any) -> None:
@@ -223,16 +107,14 @@ def update_manifest(directory: Path, **facts: Any) -> None:
     write_manifest(directory, {**read_manifest(directory), **facts})
 
 
-def _append(file: TextIO, line: Mapping[str, Any]) -> None:
-    try:
-        text = orjson.dumps(line).decode()  # strict, and NaN becomes null
-    except (TypeError, ValueError):  # a text that is not Unicode, or an integer beyond 64 bits
-        text = to_json(line)
-    try:
-        file.write(text + "\n")
-        file.flush()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, file.name) from None
+def refuse_links(paths: Iterable[Path]) -> None:
+    """Refuse to write into any of these files and folders of a results directory that is a link: it would lead out of it.
+
+    Raises `RecordError`.
+    """
+    for path in paths:
+        if path.is_symlink():
+            raise RecordError(f"{path}: is a link, and records are never written through one; replace it by what it stands for")
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
@@ -242,7 +124,7 @@ _SHAPES = {
     **dict.fromkeys(("settings", "environment", "evaluation"), dict),
     **dict.fromkeys(("kind", "command", "mode", "status", "diverged"), str),
     **dict.fromkeys(("arguments", "runs"), list),
-    "seed": int,
+    **dict.fromkeys(("seed", "ranks", "processes"), int),
 }
 """Type of each field of a manifest that is read back, where it is there."""
 
@@ -253,7 +135,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{directory}: is not a results directory (no readable {MANIFEST})") from error
     if not isinstance(manifest, dict):
         raise RecordError(f"{directory}: is not a results directory ({MANIFEST} holds no JSON object)")
@@ -272,7 +154,7 @@ def _check_shapes(directory: Path, manifest: Mapping[str, Any]) -> None:
     named = manifest.get("runs", ["run"])
     if not named or not all(isinstance(name, str) for name in named):
         raise RecordError(f"{directory}: runs in its {MANIFEST} is not a list of folders")
-    outside = [name for name in named if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).parts]
+    outside = [name for name in named if not is_inside(directory, name)]
     if outside:
         raise RecordError(f"{directory}: runs in its {MANIFEST} must be folders inside it, and not {some(outside, 3)}")
 
@@ -281,6 +163,14 @@ def run_directories(directory: Path) -> list[Path]:
     """The run directories in a results directory: itself, or one per mode of a comparison, in the comparison's order."""
     manifest = read_manifest(directory)
     return [directory / name for name in manifest["runs"]] if "runs" in manifest else [directory]
+
+
+def is_inside(directory: Path, name: str) -> bool:
+    """Whether a run's name leads to a folder inside the directory: by its parts, and by no link on the way."""
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
+        return False
+    return not any((directory / Path(*parts[: at + 1])).is_symlink() for at in range(len(parts)))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -24,13 +24,15 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from aggcli.errors import RecordError, SettingError
-from aggcli.records import METRICS, TENSORBOARD, TRACKIO, Sink, read_lines
+from aggcli.records import METRICS, TENSORBOARD, TRACKIO, read_lines, refuse_links
+from aggcli.run_writer import Sink
 
 _NOT_MEASURED = ("step", "seed")
 _REMOTE = ("SPACE_ID", "SERVER_URL", "WRITE_TOKEN", "DATASET_ID", "BUCKET_ID", "WEBHOOK_URL")
@@ -60,22 +62,31 @@ def numbers(line: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 class Sinks:
-    """The sinks of one results directory. Raises `RecordError` where trackio cannot write into it."""
+    """The sinks of one results directory. They are opened with the first run, after its manifest is written: a folder of theirs
+    that stands alone would not be known as aggcli's own."""
 
     def __init__(self, names: Sequence[str], directory: Path) -> None:
         self.names = names
-        self._project = directory.resolve().name
-        self._trackio = _local_trackio(directory.resolve() / TRACKIO) if TRACKIO in names else None
+        self._directory = directory.resolve()
+
+    @cached_property
+    def _trackio(self) -> Any:
+        folder = self._directory / TRACKIO
+        refuse_links([folder])
+        return _local_trackio(folder)
 
     def of_run(self, directory: Path, manifest: Mapping[str, Any]) -> list[Sink]:
-        """The sinks of a run, holding the steps that its metrics.jsonl holds."""
+        """The sinks of a run, holding the steps that its metrics.jsonl holds.
+
+        Raises `RecordError` where trackio cannot write into the directory.
+        """
         path = directory / METRICS
         recorded = list(read_lines(path)) if self.names and path.exists() else []
         opened: list[Sink] = []
         if TENSORBOARD in self.names:
             opened.append(_TensorBoard(directory / TENSORBOARD, manifest, recorded))
-        if self._trackio is not None:
-            opened.append(_Trackio(self._trackio, self._project, manifest, recorded))
+        if TRACKIO in self.names:
+            opened.append(_Trackio(self._trackio, self._directory.name, manifest, recorded))
         return opened
 
 

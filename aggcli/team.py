@@ -12,14 +12,14 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn, TypeVar
 
-from aggcli.errors import AggcliError, ExitCode, signal_name
+from aggcli.errors import AggcliError, ExitCode, print_traceback, signal_name, told
+from aggcli.lifeline import end_with
 
 Result = TypeVar("Result")
 
@@ -197,7 +197,8 @@ def _member(team: Team, work: Callable[[Team], Any], root: int, others: Sequence
         try:
             for link in others:
                 link.close()
-            _end_with(root)
+            if not end_with(root):
+                raise _Left
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             team.gather(work(team))
             code = int(ExitCode.DONE)
@@ -206,31 +207,11 @@ def _member(team: Team, work: Callable[[Team], Any], root: int, others: Sequence
         except _Left:
             pass
         except BaseException as error:
-            code, text = _told(error, team.rank)
+            print_traceback(error)
+            code, text = told(error)
             team._send(team.links[0], ("failed", (text, code)))
     finally:
         try:
             _flush()
         finally:
             os._exit(code)
-
-
-def _told(error: BaseException, rank: int) -> tuple[int, str]:
-    """Exit code and line of what ended a member; as the program says it of itself, and with a traceback where it is a fault."""
-    if isinstance(error, AggcliError):
-        return int(error.exit_code), str(error)
-    if isinstance(error, OSError):
-        return int(ExitCode.USER_INPUT), f"{error.filename or 'output'}: {error.strerror or error}"
-    with contextlib.suppress(OSError, ValueError):
-        traceback.print_exc()
-    return int(ExitCode.CHECK_FAILED), f"process {rank}: {type(error).__name__}: {error}"
-
-
-def _end_with(root: int) -> None:
-    """Have Linux end this process when the root ends, killed ones included: a member left alone would go on writing records."""
-    import ctypes
-
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != root:
-        raise _Left

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from aggcli import lifeline
 from aggcli.errors import AggcliError, ExitCode, SettingError, signal_name
 
 
@@ -39,11 +40,7 @@ def _exchange() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise PeerLost("" if _OURS in os.environ else f"this rank lost the others: {reason}") from error
-
-
-_OURS = "AGGCLI_LAUNCHER"
-"""Set in the ranks that `start_ranks` started."""
+        raise PeerLost("" if lifeline.started_here() else f"this rank lost the others: {reason}") from error
 
 
 @dataclass(frozen=True)
@@ -154,22 +151,12 @@ def join() -> World:
     """Join the process group that the launcher describes, or be a world of one. Threads are shared out among ranks."""
     if not was_started_by_torchrun():
         return World()
-    _end_with_launcher()
     with _exchange():
         on_cuda = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     return World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-
-
-def _end_with_launcher() -> None:
-    """Have Linux end this rank when our launcher ends, killed ones included: a rank left alone would go on writing records."""
-    if _OURS in os.environ and sys.platform == "linux":
-        import ctypes
-
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def local_rank() -> int:
@@ -189,7 +176,7 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> None:
     Raises `RankFailed` when a rank ends badly: it names the rank, and carries its exit code when the rank itself has said why.
     Ctrl-C goes on to the ranks, which finish the step in hand.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -205,8 +192,9 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a folder in /tmp, left there when this process is killed
     )
-    os.environ[_OURS] = "1"
+    os.environ[lifeline.LAUNCHER] = str(os.getpid())
     try:
         elastic_launch(config, sys.executable)("-m", "aggcli", *arguments)
     except SignalException:
@@ -214,7 +202,7 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> None:
     except ChildFailedError as error:
         raise _cause(error.failures) from None
     finally:
-        del os.environ[_OURS]
+        del os.environ[lifeline.LAUNCHER]
 
 
 def _cause(failures: Mapping[int, Any]) -> RankFailed:

@@ -68,8 +68,9 @@ def record(folder: Path, runs: int, settings: Mapping[str, Any], say: Any = lamb
     """Train `runs` runs, seeds 0, 1, ..., in stacks of `STACK`, and record them as one comparison."""
     from aggcli import grid
     from aggcli.config import settings_from, to_flat
-    from aggcli.records import SCHEMA, RunWriter, environment, write_manifest
+    from aggcli.records import SCHEMA, environment, write_manifest
     from aggcli.rules import find_rule
+    from aggcli.run_writer import RunWriter
     from aggcli.world import ALONE
 
     setup = grid.set_up(settings_from(settings))

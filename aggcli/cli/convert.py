@@ -58,10 +58,10 @@ def _target(to: str | None, out: Path) -> tuple[Target, bool]:
 
 
 def _write(source: Source, out: Path, target: Target, is_file: bool, overwrite: bool) -> None:
-    from aggcli.rollouts.writers import lost, whole_file, whole_folder
+    from aggcli.rollouts.writers import lost, one_file, whole_folder
 
     notes: dict[str, None] = {}
-    place = whole_file(out, overwrite) if is_file else whole_folder(out, target.extension, overwrite)
+    place = one_file(out, overwrite) if is_file else whole_folder(out, target.extension, overwrite)
     steps = samples = 0
     with place as path:
         for batch in progress(source, len(source), "converting"):

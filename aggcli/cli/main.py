@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +25,8 @@ from aggcli.cli.options import GroupedCommand
 from aggcli.cli.plot import plot
 from aggcli.cli.run import run
 from aggcli.cli.runs import runs
-from aggcli.errors import AggcliError, ExitCode
+from aggcli.errors import DEBUG, ExitCode, print_traceback, told
+from aggcli.lifeline import started_here
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,38 +49,79 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="With an error, show where it happened. May stand anywhere in the command.")
+    ] = False,
 ) -> None:
     """How is the per-token policy loss averaged, and did my parallel layout change it?"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
+    """Run the program; returns the exit code. Whatever happens is told in one line; `--debug` shows where it happened."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its number
     given = list(sys.argv[1:] if arguments is None else arguments)
     set_invocation(given)
-    try:
-        code = app(given, standalone_mode=False)
-    except AggcliError as error:
-        if str(error):
-            say_error(str(error))
-        return int(error.exit_code)
-    except typer.TyperException as error:
-        say_error(error.format_message())
-        return int(ExitCode.USER_INPUT)
-    except (KeyboardInterrupt, typer.Abort):
-        return _interrupted()
-    except (BrokenPipeError, SystemExit):  # whoever read the data has seen enough; typer makes an exit of it
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.DONE)
-    except OSError as error:
-        say_error(f"{error.filename or 'output'}: {error.strerror or error}")
-        return int(ExitCode.USER_INPUT)
-    except MemoryError:
-        say_error("not enough memory for this many rollouts or ranks; split the files or ask for less")
-        return int(ExitCode.USER_INPUT)
+    with _debugging("--debug" in given), _ended_by_sigterm():
+        try:
+            code = app([argument for argument in given if argument != "--debug"], standalone_mode=False)
+        except (KeyboardInterrupt, typer.Abort):
+            return _interrupted()
+        except typer.TyperException as error:
+            say_error(error.format_message())
+            return int(ExitCode.USER_INPUT)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+                return _unread()
+            print_traceback(error)
+            if isinstance(error, SystemExit):  # a reducer of the user's, or a library
+                say_error(f"code that was called has ended the program (exit {error.code})")
+                return int(ExitCode.USER_INPUT)
+            number, text = told(error)
+            if text:
+                say_error(text)
+            return number
     return _interrupted() if code == ExitCode.INTERRUPTED else int(code or ExitCode.DONE)
+
+
+@contextlib.contextmanager
+def _debugging(wanted: bool) -> Iterator[None]:
+    """With --debug, for this process and those that it starts."""
+    if not wanted:
+        yield
+        return
+    before = os.environ.get(DEBUG)
+    os.environ[DEBUG] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(DEBUG) if before is None else os.environ.update({DEBUG: before})
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM as Ctrl-C, so that what is half-written is removed; ranks are their launcher's, which tells by their exit code
+    which of them it ended."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not ours or started_here():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _unread() -> int:
+    """Whoever read the data has seen enough (typer makes an exit of it, with the error behind it)."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(ExitCode.DONE)
 
 
 def _interrupted() -> int:

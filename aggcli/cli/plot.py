@@ -12,8 +12,9 @@ import typer
 from aggcli.cli.console import say
 from aggcli.cli.options import comma_list
 from aggcli.errors import RecordError, SettingError, nearest
+from aggcli.files import whole_file
 from aggcli.ownership import FIGURE_FORMATS, FIGURES, REPORT, figure_file
-from aggcli.records import SCHEMA, to_json
+from aggcli.records import SCHEMA, refuse_links, to_json
 
 
 def plot(
@@ -39,6 +40,8 @@ def plot(
     """Draw where the weight of each mode goes, and what every rank and layout made of the loss."""
     endings = _checked_formats(formats or ["png"])
     folder = output if output is not None else directories[0] / "figures"
+    if output is None:
+        refuse_links([folder])
     _need_folder(folder, "--output " if output is not None else "")
     os.environ["MPLBACKEND"] = "agg"  # a backend that matplotlib does not know stops its import, needed or not
     from aggcli.analysis.frames import read_frames
@@ -74,7 +77,8 @@ def plot(
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with whole_file(path) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RecordError(f"--output {path.parent}: {path.name} cannot be written ({error.strerror})") from error
 

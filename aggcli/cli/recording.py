@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from aggcli import ownership, records
 from aggcli.cli.console import invocation
 from aggcli.config import to_flat, to_toml
 from aggcli.errors import RecordError
-from aggcli.records import RunWriter
+from aggcli.run_writer import RunWriter, end_all, say_status
 
 if TYPE_CHECKING:
     from aggcli.cli.training import TrainingRequest
@@ -47,9 +48,14 @@ def _chosen_directory(request: TrainingRequest) -> Path:
         return ownership.fresh_directory(request.output, name, overwrite=request.overwrite)
     if request.output is None:
         raise RecordError("--resume needs --output DIR, the results directory to go on with")
-    if _is_blank(request.output):
+    if ownership.is_blank(request.output):
         return request.output
     manifest = records.read_manifest(request.output)
+    if lacking := [name for name in ("command", "settings") if name not in manifest]:
+        raise RecordError(
+            f"--resume: {request.output / records.MANIFEST} has no {', '.join(lacking)}, so it is not known what to go on with;"
+            " start anew with --overwrite or in another folder"
+        )
     if manifest["command"] != request.command:
         raise RecordError(f"--resume: {request.output} was made by `aggcli {manifest['command']}`; resume it by that command")
     now = to_flat(request.config)
@@ -62,14 +68,9 @@ def _chosen_directory(request: TrainingRequest) -> Path:
     return request.output
 
 
-def _is_blank(directory: Path) -> bool:
-    """A directory that a run has made and was killed before it wrote what it is."""
-    return directory.is_dir() and all(path.name == records.MANIFEST + ".tmp" for path in directory.iterdir())
-
-
 def processes_before(directory: Path) -> int | None:
     """On how many processes the runs in a results directory were trained; None where none was."""
-    return None if _is_blank(directory) else records.read_manifest(directory).get("processes", 1)
+    return None if ownership.is_blank(directory) else records.read_manifest(directory).get("processes", 1)
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,12 @@ class Stack:
         names = [run.name for run in self.runs]
         manifest = {"schema": records.SCHEMA, "kind": "comparison", "runs": names, **self._shared(world)}
         records.write_manifest(self.directory, {**manifest, "status": "running"})
-        with ExitStack() as stack:
-            stack.push(
-                lambda kind, error, trace: records.write_manifest(
-                    self.directory, {**manifest, **found, "status": records.ended(error)}
-                )
-            )
+        try:
             yield found
+        except BaseException as error:
+            end_all([partial(say_status, self.directory, manifest | found, error)], error)
+            raise
+        say_status(self.directory, manifest | found, None)
 
     @contextmanager
     def writers(self, runs: Sequence[RunSpec], world: World) -> Iterator[dict[str, RunWriter]]:
@@ -122,7 +122,9 @@ class Stack:
 
             def opened(run: RunSpec) -> RunWriter:
                 folder = self.directory / run.name
-                return records.RunWriter(folder, _manifest(run, shared), self.resume_at, open_sinks, timed=True)
+                if folder != self.directory and not records.is_inside(self.directory, run.name):
+                    raise RecordError(f"{folder}: leads out of the results directory; replace the link by what it stands for")
+                return RunWriter(folder, _manifest(run, shared), self.resume_at, open_sinks, timed=True)
 
             yield {run.name: stack.enter_context(opened(run)) for run in runs}
 

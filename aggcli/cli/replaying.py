@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,9 @@ from aggcli.rules import CUSTOM, Rule, names_of
 if TYPE_CHECKING:
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.measurement.report import StepReport
-    from aggcli.records import RunWriter
     from aggcli.replay import Replay
     from aggcli.rollouts.batch import RolloutBatch
+    from aggcli.run_writer import RunWriter
     from aggcli.sinks import Sinks
     from aggcli.world import World
 
@@ -189,6 +190,7 @@ class Recorder:
         check_output(request.output, overwrite=request.overwrite)
         self.request, self.replay, self.head = request, replay, head
         self.directory: Path | None = None
+        self.recorded: list[str] = []
         self.writers: dict[str, RunWriter] = {}
         self.sinks: Sinks | None = None
 
@@ -202,7 +204,9 @@ class Recorder:
 
     def _opened(self, rule: str) -> RunWriter:
         """The writer of a rule: of the directory itself for `run`, of one inside it for `compare`."""
-        from aggcli import ownership, records
+        from aggcli import ownership
+        from aggcli.records import write_manifest
+        from aggcli.run_writer import RunWriter
         from aggcli.sinks import Sinks
 
         if self.directory is None or self.sinks is None:
@@ -212,9 +216,10 @@ class Recorder:
         compares = self.request.command == "compare"
         place = self.directory / rule if compares else self.directory
         facts = {"kind": "run", "mode": rule, **self._facts(rule)}
-        self.writers[rule] = records.RunWriter(place, facts, open_sinks=self.sinks.of_run)
-        if compares:
-            self._comparison("running")
+        self.recorded.append(rule)
+        if compares:  # before its folder is there, which would not be known as aggcli's own if the program ended here
+            write_manifest(self.directory, {**self._comparison(), "status": "running"})
+        self.writers[rule] = RunWriter(place, facts, open_sinks=self.sinks.of_run)
         return self.writers[rule]
 
     def _facts(self, rule: str | None) -> dict[str, Any]:
@@ -236,23 +241,21 @@ class Recorder:
             "ranks": self.replay.world.size,
         }
 
-    def _comparison(self, status: str) -> None:
-        from aggcli import records
+    def _comparison(self) -> dict[str, Any]:
+        from aggcli.records import SCHEMA
 
-        assert self.directory is not None
-        manifest = {"schema": records.SCHEMA, "kind": "comparison", "runs": list(self.writers), **self._facts(None)}
-        records.write_manifest(self.directory, {**manifest, "status": status})
+        return {"schema": SCHEMA, "kind": "comparison", "runs": self.recorded, **self._facts(None)}
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        from aggcli import records
+        from aggcli.run_writer import end_all, say_status
 
-        for writer in self.writers.values():
-            writer.__exit__(kind, error, trace)
-        if self.writers and self.request.command == "compare":
-            self._comparison(records.ended(error))
+        endings = [functools.partial(writer.__exit__, kind, error, trace) for writer in self.writers.values()]
+        if self.directory is not None and self.request.command == "compare":
+            endings.append(functools.partial(say_status, self.directory, self._comparison(), error))
+        end_all(endings, error)
 
 
 # -- what is said ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from aggcli.cli.console import out, say
 from aggcli.cli.options import GroupedCommand, JsonOption
 from aggcli.errors import RecordError, SettingError, nearest, some
 from aggcli.measurement.words import in_bytes, plural
-from aggcli.ownership import need_own
+from aggcli.ownership import is_blank, need_own
 from aggcli.records import MANIFEST, SCHEMA, read_manifest, to_json
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def rm(
     found = {path: _removable(path, given) for given in directories for path in [Path(os.path.abspath(given))]}
     for path, files in found.items():
         size = sum(file.stat().st_size for file in files)
-        running = "; by its manifest it is still running" if read_manifest(path).get("status") == "running" else ""
+        status = None if is_blank(path) else read_manifest(path).get("status")
+        running = "; by its manifest it is still running" if status == "running" else ""
         say(f"{path}: {plural(len(files), 'file')}, {in_bytes(size)}{running}")
     if not yes:
         if not sys.stdin.isatty():
@@ -168,7 +169,7 @@ def _remove(directory: Path, files: Sequence[Path]) -> None:
             file.unlink()
     for folder, _, _ in os.walk(directory, topdown=False):
         if Path(folder) == directory:
-            last.unlink()
+            last.unlink(missing_ok=True)  # a run that died before it had one
         os.rmdir(folder)
 
 

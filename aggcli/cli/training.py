@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from aggcli.cli.live import Shown
     from aggcli.grid import Setup
     from aggcli.measurement.comparison import LayoutComparison
-    from aggcli.records import RunWriter
     from aggcli.rules import Rule
+    from aggcli.run_writer import RunWriter
     from aggcli.team import Team
     from aggcli.training.loop import Diverged, TrainedStep, Trainer
     from aggcli.training.stack import RunSpec
@@ -127,7 +127,7 @@ def _train(request: TrainingRequest, world: World) -> int:
     from aggcli import grid
     from aggcli.policy.groups import threads_for
     from aggcli.team import together
-    from aggcli.training.checkpoint import load
+    from aggcli.training.checkpoint import load, need_fit
 
     setup = grid.set_up(request.config)
     request = dataclasses.replace(request, config=setup.config, modes=_with_groups(request, setup, world))
@@ -145,7 +145,9 @@ def _train(request: TrainingRequest, world: World) -> int:
         mine = runs[team.rank :: team.size]
         trainer = grid.trainer_of(setup, mine, world)
         if checkpoint is not None:
-            trainer.restore(checkpoint.of([run.name for run in mine]))
+            part = checkpoint.of([run.name for run in mine])
+            need_fit(directory, part, [run.name for run in mine], trainer.checkpoint().tensors)
+            trainer.restore(part)
         return _share(request, setup, mine, trainer, stack, Place(world, team))
 
     with threads_for(setup.policy.width):

@@ -147,12 +147,14 @@ def _draw(directory: Path) -> None:
     from aggcli.analysis.frames import read_frames
     from aggcli.analysis.histories import read_histories
     from aggcli.analysis.study import compared_runs
+    from aggcli.records import refuse_links
     from aggcli.report.curves import learning_curves
     from aggcli.report.style import save
 
     folder = directory / "figures"
-    folder.mkdir(exist_ok=True)
     try:
+        refuse_links([folder])
+        folder.mkdir(exist_ok=True)
         frames = read_frames([directory], only_metrics=True)
         runs, _, _ = compared_runs(read_histories([run.directory for run in frames.runs])[0])
         save(learning_curves(frames, runs), folder / "learning_curves.png")

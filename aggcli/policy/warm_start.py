@@ -20,7 +20,6 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 import typing
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from safetensors.torch import save
 from torch import Generator
 
 from aggcli.errors import SettingError
+from aggcli.files import whole_file
 from aggcli.policy.groups import one_thread
 from aggcli.policy.log_probs import packed_log_probs
 from aggcli.policy.packing import pack
@@ -149,15 +149,8 @@ def save_policy(path: Path, parameters: Parameters, settings: dict[str, object],
         {name: value.contiguous() for name, value in parameters.items()}, {METADATA: json.dumps(about, sort_keys=True)}
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            file.write(content)
-            file.close()
-            Path(file.name).chmod(0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    with whole_file(path) as draft:
+        draft.write_bytes(content)
 
 
 def load_policy(path: Path) -> tuple[Parameters, dict[str, object]]:

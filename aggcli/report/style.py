@@ -25,6 +25,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from aggcli.errors import RecordError
+from aggcli.files import whole_file
 from aggcli.measurement.catalogue import describe
 from aggcli.rules import MODES, names_of
 
@@ -217,8 +218,8 @@ def save(figure: Figure, path: Path) -> None:
     """
     kind = path.suffix.removeprefix(".")
     try:
-        with context():
-            figure.savefig(path, format=kind, metadata=_UNDATED[kind])
+        with context(), whole_file(path) as draft:
+            figure.savefig(draft, format=kind, metadata=_UNDATED[kind])
     except OSError as error:
         raise RecordError(f"--output {path.parent}: {path.name} cannot be written ({error.strerror})") from error
 

@@ -20,6 +20,7 @@ import orjson
 import torch
 
 from aggcli.errors import RolloutError, some
+from aggcli.files import whole_file
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 
 FIELD_NAMES = {
@@ -171,7 +172,8 @@ def write_slime(batch: RolloutBatch, path: Path) -> None:
         more = {} if "tokens" in sample else {"total_length": sample["total_length"]}
         samples.append({"index": index, **fields, **more})
     digits = path.name.split(".")[0]
-    torch.save({"rollout_id": int(digits) if digits.isdecimal() else 0, "samples": samples}, path)
+    with path.open("wb") as file:  # by name, torch would say of a full disk that something of its own failed
+        torch.save({"rollout_id": int(digits) if digits.isdecimal() else 0, "samples": samples}, file)
 
 
 @dataclass(frozen=True)
@@ -207,14 +209,13 @@ def lost(batch: RolloutBatch, target: Target) -> list[str]:
 
 
 @contextmanager
-def whole_file(path: Path, overwrite: bool) -> Iterator[Path]:
+def one_file(path: Path, overwrite: bool) -> Iterator[Path]:
     """A path to write to, moved to `path` when the block ends well; refused where something is there already."""
     if path.is_dir() or (path.exists() and not overwrite):
         hint = "it is a folder" if path.is_dir() else "it exists already; replace it with --overwrite"
         raise RolloutError(f"{path}: {hint}")
-    with _scratch(path) as folder:
-        yield folder / path.name
-        os.replace(folder / path.name, path)
+    with _writing(path), whole_file(path) as draft:
+        yield draft
 
 
 @contextmanager
@@ -244,14 +245,18 @@ def whole_folder(path: Path, extension: str, overwrite: bool) -> Iterator[Path]:
 @contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
     """A temporary folder beside `path`, so that moving out of it is one step; removed in any case."""
+    with _writing(path):
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        yield
     except OSError as error:
         raise RolloutError(f"{path}: cannot be written ({error.strerror or error})") from error
-    try:
-        yield folder
-    except OSError as error:
-        raise RolloutError(f"{path}: cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

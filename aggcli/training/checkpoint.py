@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aggcli.errors import RecordError
+from aggcli.errors import RecordError, some
+from aggcli.files import whole_file
 
 CHECKPOINT = "checkpoint.safetensors"
 FACTS = ("step", "optimizer_step", "runs", "gone")
@@ -51,18 +53,16 @@ def joined(parts: Sequence[Checkpoint], runs: Sequence[str]) -> Checkpoint:
 
 def save(directory: Path, checkpoint: Checkpoint) -> None:
     """Write the checkpoint of a stack; the previous one stays whole until the new one is. Raises `RecordError`."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save as as_bytes
 
     facts = {name: getattr(checkpoint, name) for name in FACTS}
-    draft = directory / (CHECKPOINT + ".tmp")
     tensors = {name: value.contiguous().cpu() for name, value in checkpoint.tensors.items()}
     try:
-        save_file(tensors, draft, metadata={"aggcli": json.dumps(facts)})
-    except SafetensorError as error:
-        draft.unlink(missing_ok=True)
-        raise RecordError(f"{directory / CHECKPOINT}: cannot be written ({error}); the one before it is kept") from None
-    draft.replace(directory / CHECKPOINT)
+        with whole_file(directory / CHECKPOINT) as draft:
+            draft.write_bytes(as_bytes(tensors, metadata={"aggcli": json.dumps(facts)}))
+    except OSError as error:
+        reason = error.strerror or error
+        raise RecordError(f"{directory / CHECKPOINT}: cannot be written ({reason}); the one before it is kept") from None
 
 
 def load(directory: Path) -> Checkpoint | None:
@@ -76,7 +76,47 @@ def load(directory: Path) -> Checkpoint | None:
         with safe_open(path, "pt") as file:
             facts = json.loads(file.metadata()["aggcli"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"{path}: cannot be read ({error}); remove it to start from the first step") from error
+    if (wrong := _wrong_fact(facts)) is not None:
+        raise RecordError(f"{path}: is damaged: {wrong}; remove it to start from the first step")
     gone = {name: (step, what) for name, (step, what) in facts["gone"].items()}
     return Checkpoint(facts["step"], facts["optimizer_step"], facts["runs"], gone, tensors)
+
+
+def _wrong_fact(facts: Any) -> str | None:
+    """What is wrong with the facts in the head of a checkpoint file, if anything is."""
+    if not isinstance(facts, dict) or not set(FACTS) <= facts.keys():
+        return f"its facts are not {', '.join(FACTS)}"
+    for name in ("step", "optimizer_step"):
+        if type(facts[name]) is not int or facts[name] < 0:
+            return f"{name} is no count"
+    if not isinstance(facts["runs"], list) or not all(isinstance(name, str) for name in facts["runs"]):
+        return "runs is no list of names"
+    if not isinstance(facts["gone"], dict) or not all(_is_gone(when) for when in facts["gone"].values()):
+        return "gone does not hold the step and the reason of each run that diverged"
+    return None
+
+
+def _is_gone(when: Any) -> bool:
+    return isinstance(when, list) and [type(item) for item in when] == [int, str]
+
+
+def need_fit(directory: Path, checkpoint: Checkpoint, runs: Sequence[str], like: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint that is not one of this stack: of other runs, or of tensors that are not like those of the stack
+    before its first step (names, type, and shape but for the runs that diverged). Raises `RecordError`.
+    """
+    path = directory / CHECKPOINT
+    advice = "remove it to start from the first step"
+    names = [*checkpoint.runs, *checkpoint.gone]
+    if sorted(names) != sorted(runs):
+        raise RecordError(f"{path}: holds the runs {some(names, 3)}, and this is a stack of {some(runs, 3)}; {advice}")
+    if checkpoint.tensors.keys() != like.keys():
+        raise RecordError(f"{path}: holds {some(checkpoint.tensors, 6)}, and not {some(like, 6)}; {advice}")
+    for name, value in checkpoint.tensors.items():
+        shape = (len(checkpoint.runs), *like[name].shape[1:]) if len(like[name]) else tuple(like[name].shape)
+        if (tuple(value.shape), value.dtype) != (shape, like[name].dtype):
+            found, wanted = (
+                f"{tuple(size)} of {kind}" for size, kind in ((value.shape, value.dtype), (shape, like[name].dtype))
+            )
+            raise RecordError(f"{path}: {name} is {found}, and this policy's is {wanted}; {advice}")
