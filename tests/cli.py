@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aggcli.cli.main import main
+from aggcli.errors import FAULT
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,11 +64,12 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def aggcli(capsys: pytest.CaptureFixture[str], *arguments: object) -> Result:
-    """Run `aggcli` with these arguments; a traceback would propagate and fail the test."""
+    """Run `aggcli` with these arguments; a fault of its own, which it tells in a line, fails the test."""
     capsys.readouterr()
     words = [str(argument) for argument in arguments]
     code = main(words)
     captured = capsys.readouterr()
+    assert FAULT not in captured.err, captured.err
     return Result(code, captured.out, captured.err, _output_in(words))
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +96,56 @@ def test_a_users_mistake_on_real_ranks_is_one_line_and_exit_code_2(tmp_path: Pat
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "nothing.pt" in done.stderr
+
+
+# -- ranks and their launcher -----------------------------------------------------------------------------------------
+
+
+def _children(process: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _gone(process: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their launcher on Linux")
+@pytest.mark.parametrize("later", [0.0, 0.2, 1.0])
+def test_ranks_end_with_a_launcher_that_is_killed_while_they_still_import_and_leave_nothing(
+    tmp_path: Path, later: float
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    small = ["--task=control", "--steps=100000", "--rollout-batch-size=2", "--n-samples-per-prompt=2"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "aggcli", "run", *small, "--dp=2", "--output=out"],
+        cwd=tmp_path, env=environment(TMPDIR=str(tmp_path / "tmp")),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    ranks: list[int] = []
+    until = time.monotonic() + 60
+    while len(ranks) < 2 and launcher.poll() is None and time.monotonic() < until:
+        ranks = [
+            child for child in _children(launcher.pid) if b"-m\0aggcli\0run" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+    time.sleep(later)
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait(60)
+    assert len(ranks) == 2
+    until = time.monotonic() + 5
+    while not all(map(_gone, ranks)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert all(map(_gone, ranks))
+    assert os.listdir(tmp_path / "tmp") == [], "no scratch folder of the launcher's is left"
+
+
+def test_a_rank_whose_launcher_is_gone_before_its_first_line_does_not_begin() -> None:
+    done = completed("-m", "aggcli", "--version", env=environment(AGGCLI_LAUNCHER="1"))  # the init process, no parent of ours
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    done = completed("-m", "aggcli", "--version", env=environment(AGGCLI_LAUNCHER=str(os.getpid())))
+    assert done.stdout.startswith("aggcli ")

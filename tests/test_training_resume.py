@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from aggcli.cli.recording import processes_before
 from aggcli.errors import RecordError
@@ -225,14 +226,154 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     before, found = _parameters(directory), load(directory)
     assert found is not None
 
-    def full(tensors: object, path: Path, metadata: object) -> None:
-        path.write_bytes(b"half")
-        raise SafetensorError("No space left on device")
+    def full(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[:100])
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(
         RecordError, match=r"checkpoint\.safetensors: cannot be written \(No space left on device\); the one before"
     ):
         save(directory, found)
     assert _parameters(directory) == before
     assert not list(directory.glob("*.tmp"))
+
+
+# -- damaged records and checkpoints ----------------------------------------------------------------------------------
+
+
+def _resumed(capsys, directory: Path, *more: str) -> str:
+    before = (directory / "metrics.jsonl").read_bytes()
+    said = refused(aggcli(capsys, *RUN, "--steps=8", "--resume", "--output", directory, *more))
+    assert (directory / "metrics.jsonl").read_bytes() == before, "what is refused changes nothing"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("manifest", "named"),
+    [
+        ({"settings": ...}, "manifest.json has no settings, so it is not known what to go on with"),
+        ({"command": ...}, "manifest.json has no command"),
+        ({"command": 3}, "command in its manifest.json is not of type str"),
+        ({"processes": "two"}, "processes in its manifest.json is not of type int"),
+        ({"processes": -1}, "processes in its manifest.json is -1"),
+        ({"settings": {"lr": {}}}, "--lr {}: must be of type float"),
+    ],
+)
+def test_resume_on_a_damaged_manifest_is_one_line_that_names_what_is_wrong(
+    capsys, five: Path, tmp_path: Path, manifest: dict, named: str
+) -> None:
+    directory = _copy(five, tmp_path)
+    recorded = {**json.loads((directory / "manifest.json").read_text()), **manifest}
+    (directory / "manifest.json").write_text(json.dumps({name: value for name, value in recorded.items() if value is not ...}))
+    assert named in _resumed(capsys, directory)
+
+
+def test_resume_on_a_manifest_nested_beyond_all_measure_is_one_line(capsys, five: Path, tmp_path: Path) -> None:
+    directory = _copy(five, tmp_path)
+    (directory / "manifest.json").write_text('{"schema": 1, "settings": ' + "[" * 100_000)
+    assert "is not a results directory (no readable manifest.json)" in _resumed(capsys, directory)
+
+
+def _checkpoint_with(directory: Path, facts: object = None, tensors: dict | None = None) -> None:
+    path = directory / "checkpoint.safetensors"
+    with safe_open(path, "pt") as file:
+        own = json.loads(file.metadata()["aggcli"])
+    changed = {**own, **facts} if isinstance(facts, dict) and facts else own if facts is None else facts
+    save_file({**load_file(path), **(tensors or {})}, path, {"aggcli": json.dumps(changed)})
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({}, "its facts are not step, optimizer_step, runs, gone"),
+        ([], "its facts are not step"),
+        ("x", "its facts are not step"),
+        ({"step": "x"}, "step is no count"),
+        ({"step": True}, "step is no count"),
+        ({"step": 1.5}, "step is no count"),
+        ({"optimizer_step": -1}, "optimizer_step is no count"),
+        ({"runs": None}, "runs is no list of names"),
+        ({"runs": [3]}, "runs is no list of names"),
+        ({"runs": ["other"]}, "holds the runs"),
+        ({"runs": [".", "."]}, "holds the runs"),
+        ({"gone": []}, "gone does not hold the step"),
+        ({"gone": {".": 3}}, "gone does not hold the step"),
+        ({"gone": {".": ["x", 3]}}, "gone does not hold the step"),
+        ({"gone": {".": [1, "nan"]}}, "holds the runs"),
+    ],
+)
+def test_resume_on_a_checkpoint_of_other_facts_is_one_line_that_names_them(
+    capsys, five: Path, tmp_path: Path, facts: object, named: str
+) -> None:
+    directory = _copy(five, tmp_path)
+    _checkpoint_with(directory, facts)
+    said = _resumed(capsys, directory)
+    assert named in said
+    assert f"{directory / 'checkpoint.safetensors'}: " in said
+    assert said.endswith("remove it to start from the first step")
+
+
+@pytest.mark.parametrize("name", ["parameters", "optimizer.mean_RP", "optimizer.steps_R"])
+def test_resume_on_a_checkpoint_without_a_tensor_or_of_another_width_is_one_line(
+    capsys, five: Path, tmp_path: Path, name: str
+) -> None:
+    directory = _copy(five, tmp_path)
+    path = directory / "checkpoint.safetensors"
+    whole = load_file(path)
+    with safe_open(path, "pt") as file:
+        facts = file.metadata()
+    save_file({key: value for key, value in whole.items() if key != name}, path, facts)
+    assert "and not parameters, optimizer.lr_R" in _resumed(capsys, directory)
+    narrow = whole[name][..., :-1].contiguous()
+    save_file({**whole, name: narrow}, path, facts)
+    assert f"{name} is {tuple(narrow.shape)} of torch.float" in _resumed(capsys, directory)
+    save_file({**whole, name: whole[name].half()}, path, facts)
+    assert f"{name} is {tuple(whole[name].shape)} of torch.float16, and this policy's is" in _resumed(capsys, directory)
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "layouts.jsonl", "timings.jsonl", "samples", "tensorboard"])
+def test_a_resumed_run_does_not_write_through_a_link_in_its_directory(capsys, five: Path, tmp_path: Path, name: str) -> None:
+    directory, elsewhere = _copy(five, tmp_path), tmp_path / "elsewhere"
+    if (directory / name).exists():
+        (directory / name).rename(elsewhere)
+    else:
+        elsewhere.mkdir()
+    (directory / name).symlink_to(elsewhere)
+    before = elsewhere.read_bytes() if elsewhere.is_file() else sorted(elsewhere.iterdir())
+    told = refused(aggcli(capsys, *RUN, "--steps=8", "--resume", "--output", directory))
+    assert f"{directory / name}: is a link, and records are never written through one" in told
+    assert (elsewhere.read_bytes() if elsewhere.is_file() else sorted(elsewhere.iterdir())) == before
+
+
+@pytest.mark.parametrize("where", ["sample_mean", "sample_mean/seed-0"])
+def test_a_run_folder_that_is_a_link_out_of_the_comparison_is_neither_written_nor_read(
+    capsys, tmp_path: Path, where: str
+) -> None:
+    small = ["compare", *FLAGS, "--modes=sample_mean", "--seeds=1", "--output", tmp_path / "out"]
+    assert aggcli(capsys, *small, "--steps=1").code == 0
+    (tmp_path / "out" / where).rename(tmp_path / "elsewhere")
+    (tmp_path / "out" / where).symlink_to(tmp_path / "elsewhere")
+    before = {path: path.read_bytes() for path in (tmp_path / "elsewhere").rglob("*.json*")}
+    inside = "runs in its manifest.json must be folders inside it, and not sample_mean/seed-0"
+    assert inside in refused(aggcli(capsys, *small, "--steps=2", "--resume"))
+    for command in (["compare"], ["plot"], ["runs", "show"]):
+        assert inside in refused(aggcli(capsys, *command, tmp_path / "out"))
+    assert {path: path.read_bytes() for path in (tmp_path / "elsewhere").rglob("*.json*")} == before
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps({**manifest, "runs": ["token_mean"]}))
+    assert "leads out of the results directory" in refused(aggcli(capsys, *small, "--steps=2", "--resume"))
+
+
+@pytest.mark.parametrize("name", ["..", "../other", "/tmp", "a/../../b", "", ".", "a\0b"])
+def test_a_manifest_cannot_name_a_run_outside_its_directory(capsys, five: Path, tmp_path: Path, name: str) -> None:
+    directory = _copy(five, tmp_path)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "kind": "comparison", "runs": [name]}))
+    for command in (["compare"], ["plot"], ["runs", "show"], ["runs", "rm", "--yes"]):
+        assert "must be folders inside it" in refused(aggcli(capsys, *command, directory))
+    assert (directory / "metrics.jsonl").exists()

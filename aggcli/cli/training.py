@@ -145,9 +145,8 @@ def _train(request: TrainingRequest, world: World) -> int:
         mine = runs[team.rank :: team.size]
         trainer = grid.trainer_of(setup, mine, world)
         if checkpoint is not None:
-            part = checkpoint.of([run.name for run in mine])
-            need_fit(directory, part, [run.name for run in mine], trainer.checkpoint().tensors)
-            trainer.restore(part)
+            need_fit(directory, checkpoint, [run.name for run in runs], trainer.checkpoint().tensors)
+            trainer.restore(checkpoint.of([run.name for run in mine]))
         return _share(request, setup, mine, trainer, stack, Place(world, team))
 
     with threads_for(setup.policy.width):
