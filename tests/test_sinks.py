@@ -416,4 +416,4 @@ def test_a_results_directory_with_mirrors_can_be_overwritten_but_not_one_with_so
 def test_a_trackio_that_cannot_be_imported_is_one_line(stand_in: None, tmp_path: Path) -> None:
     (tmp_path / "library" / "trackio.py").write_text("import a_module_nobody_has_installed")
     with pytest.raises(RecordError, match=r"cannot be imported \(No module named 'a_module_nobody_has_installed'\)"):
-        sinks.Sinks(["trackio"], tmp_path)
+        sinks.Sinks(["trackio"], tmp_path).of_run(tmp_path, {})
