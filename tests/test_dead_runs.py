@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import aggcli, refused
+from tests.cli import aggcli, environment, refused
 
 
 def _limited(tmp_path: Path, kind: int, most: int, *command: str) -> subprocess.CompletedProcess[str]:
@@ -22,10 +22,11 @@ def _limited(tmp_path: Path, kind: int, most: int, *command: str) -> subprocess.
     return subprocess.run(
         [sys.executable, "-m", "aggcli", *command],
         preexec_fn=lambda: resource.setrlimit(kind, (most, most)), cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}, timeout=200,
+        env=environment(), timeout=200,
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["overwrite", "rm"])
 def test_a_comparison_that_died_while_it_opened_its_runs_is_still_aggclis_own(capsys, tmp_path: Path, how: str) -> None:
     import resource
@@ -82,6 +83,7 @@ def test_drafts_that_a_killed_run_left_are_aggclis_own(capsys, tmp_path: Path) -
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_replay_on_a_full_disk_names_the_file_and_all_its_runs_say_that_they_failed(tmp_path: Path) -> None:
     import resource
 
@@ -93,6 +95,7 @@ def test_a_replay_on_a_full_disk_names_the_file_and_all_its_runs_say_that_they_f
     assert {json.loads(path.read_text())["status"] for path in manifests} == {"failed"}
 
 
+@pytest.mark.slow
 def test_a_disk_without_a_byte_left_still_takes_how_the_run_ended(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -114,13 +117,14 @@ def test_a_disk_without_a_byte_left_still_takes_how_the_run_ended(tmp_path: Path
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["removed", "moved"])
 def test_results_that_are_removed_or_moved_while_a_run_goes_on_are_noticed_at_the_next_record(tmp_path: Path, how: str) -> None:
     small = ["--task=control", "--steps=100000", "--rollout-batch-size=2", "--n-samples-per-prompt=2", "--seeds=1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "aggcli", "compare", *small, "--processes=2", "--output=out"],
         cwd=tmp_path, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"},
+        env=environment(),
     )  # fmt: skip
     metrics = tmp_path / "out" / "sample_mean" / "seed-0" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 1):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from aggcli.files import whole_file
-
-ROOT = Path(__file__).parent.parent
+from tests.cli import ROOT, completed
 
 
 def test_the_old_file_stands_until_the_new_one_is_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -100,6 +98,7 @@ print(json.dumps({"code": code, "moved": moved, "files": files}), file=sys.stder
 TRAINED = ["--task=control", "--steps=2", "--rollout-batch-size=2", "--n-samples-per-prompt=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "names"),
     [
@@ -118,15 +117,9 @@ def test_every_file_of_a_command_is_moved_to_its_place_but_for_logs_that_grow_by
     tmp_path: Path, command: list[str], names: set[str]
 ) -> None:
     """Seen from outside: which files a command renames, and which of those that are there at the end it did not."""
-    import json
-
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if command[0] == "plot":
-        assert subprocess.run([sys.executable, "-m", "aggcli", "run", "--rollouts=example", "--output=old"], cwd=tmp_path,
-                              env=environment, capture_output=True).returncode == 0  # fmt: skip
-    told = subprocess.run(
-        [sys.executable, "-c", WATCHED, "new", *command], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+        assert completed("-m", "aggcli", "run", "--rollouts=example", "--output=old", cwd=tmp_path).returncode == 0
+    told = completed("-c", WATCHED, "new", *command, cwd=tmp_path)
     seen = json.loads(told.stderr.splitlines()[-1])
     assert seen["code"] == 0, told.stderr
     placed = {after for _, after in seen["moved"]}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,7 @@ import torch
 from aggcli.cli.main import main
 from aggcli.errors import FAULT, RecordError, doing, told
 from aggcli.team import MemberFailed, Team, together
-from tests.cli import aggcli, refused
-
-ROOT = Path(__file__).parent.parent
+from tests.cli import aggcli, completed, refused
 
 
 def _raises(error: BaseException) -> Any:
@@ -89,16 +85,13 @@ def test_a_runtime_error_of_another_kind_is_a_fault_and_no_lack_of_memory() -> N
     assert line.startswith("RuntimeError: shape mismatch; " + FAULT)
 
 
+@pytest.mark.slow
 def test_a_replay_that_needs_more_memory_than_there_is_ends_in_one_line_and_exit_code_2(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 
     command = ["compare", "--rollouts=synthetic", "--synthetic-prompts=4000", "--synthetic-length=2000", "--output=out"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "aggcli", *command],
-        preexec_fn=limit, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = completed("-m", "aggcli", *command, preexec_fn=limit, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
     assert len(errors) == 1

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli import ROOT, completed, on_ranks
+from tests.cli import ROOT, completed, environment, on_ranks
 from tests.rank_worker import FIXTURES, LAYOUTS
 
 pytestmark = pytest.mark.slow
@@ -116,6 +116,7 @@ def _gone(process: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their launcher on Linux")
+@pytest.mark.slow
 @pytest.mark.parametrize("later", [0.0, 0.2, 1.0])
 def test_ranks_end_with_a_launcher_that_is_killed_while_they_still_import_and_leave_nothing(
     tmp_path: Path, later: float
