@@ -20,7 +20,7 @@ from aggcli.errors import RolloutError, SettingError
 from aggcli.rollouts.batch import Labels, RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.sources import open_source
-from aggcli.rollouts.writers import whole_file, whole_folder, write_jsonl, write_parquet
+from aggcli.rollouts.writers import one_file, whole_folder, write_jsonl, write_parquet
 from tests.cli import strict_json
 
 DATA = Path(__file__).parent / "data"
@@ -174,7 +174,7 @@ def test_nothing_is_overwritten_unless_asked_and_only_what_a_conversion_wrote(tm
     with refused(r".*a\.jsonl: is a file; several steps need a folder"):
         whole_folder(file, ".jsonl", overwrite=True).__enter__()
     with refused(r".*out: it is a folder"):
-        whole_file(folder, overwrite=True).__enter__()
+        one_file(folder, overwrite=True).__enter__()
 
 
 def test_a_conversion_that_fails_leaves_what_was_there_and_no_rubbish(tmp_path: Path) -> None:
