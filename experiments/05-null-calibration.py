@@ -40,7 +40,7 @@ import numpy as np
 from scipy import stats
 
 from aggcli.analysis.histories import History, read_histories
-from aggcli.analysis.outcomes import FIGURES, WINDOW, Comparison, Pair, compare
+from aggcli.analysis.comparison import FIGURES, WINDOW, Comparison, Pair, compare
 from aggcli.analysis.verdict import verdict
 
 MODE, STACK = "token_mean", 50

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from aggcli.analysis.histories import Floats, History, read_histories
-from aggcli.analysis.outcomes import compare
+from aggcli.analysis.comparison import compare
 from aggcli.analysis.statistics import Interval, holm, paired_test, student_t
 from aggcli.records import METRICS, read_lines, read_manifest
 

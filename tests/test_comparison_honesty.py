@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from aggcli.analysis.comparison import compare
 from aggcli.analysis.frames import read_frames
-from aggcli.analysis.outcomes import compare
 from aggcli.analysis.verdict import verdict
 from aggcli.cli.results import compare_results
 from aggcli.errors import RecordError
@@ -52,7 +52,7 @@ def with_diverged(tmp_path: Path) -> list[Path]:
 
 
 def test_diverged_runs_come_first_in_the_verdict_and_are_named_in_notes_and_json(with_diverged: list[Path], capsys) -> None:
-    first = "2 of 4 runs of token_mean diverged, at steps 5 and 6; the figures are of the steps that all runs have."
+    first = "2 of 4 runs of token_mean diverged, at steps 5 and 6; the numbers are of the steps that all runs have."
     found = json.loads(printed(capsys, with_diverged, format="json", fit=False)[0])
     assert found["verdict"]["headline"].startswith(f"{first} Accuracy is higher under token_mean")
     texts = [GONE.format(mode="token_mean", seed=1, step=6), GONE.format(mode="token_mean", seed=2, step=5)]
@@ -73,7 +73,7 @@ def test_a_run_that_diverged_before_its_first_line_is_counted_too(tmp_path: Path
     runs = [trained(tmp_path, mode, seed, 12) for mode in ("sample_mean", "constant") for seed in range(2)]
     runs.append(trained(tmp_path, "constant", 2, 0, 0))
     found = json.loads(printed(capsys, runs, format="json", fit=False)[0])
-    assert found["verdict"]["headline"].startswith("1 of 3 runs of constant diverged, at step 0; the figures are of the steps")
+    assert found["verdict"]["headline"].startswith("1 of 3 runs of constant diverged, at step 0; the numbers are of the steps")
     assert GONE.format(mode="constant", seed=2, step=0) in found["notes"]
     assert [one["seed"] for one in found["diverged"]] == [2]
     on_the_page = find(read_frames(runs))
@@ -145,7 +145,7 @@ def test_a_pairs_two_means_at_its_own_range_stand_with_the_difference_in_every_f
     """At equal tokens the arms' own ends agree, so that the difference of some 0.2 could not be seen in the means."""
     runs = crossing(tmp_path)
     found = json.loads(printed(capsys, runs, format="json", fit=False, window=0)[0])
-    row = next(r for r in found["figures"] if (r["figure"], r["mode"]) == ("accuracy_at_equal_tokens", "token_mean"))
+    row = next(r for r in found["outcomes"] if (r["outcome"], r["mode"]) == ("accuracy_at_equal_tokens", "token_mean"))
     assert row["mean"] == pytest.approx(0.841)
     assert (row["pair_mean"], row["baseline_pair_mean"]) == (pytest.approx(0.841), pytest.approx(0.621))
     assert row["difference"] == pytest.approx(row["pair_mean"] - row["baseline_pair_mean"])
@@ -161,7 +161,7 @@ def test_a_pairs_two_means_at_its_own_range_stand_with_the_difference_in_every_f
     assert "own two means" in md
     assert "+0.22 (0.841 - 0.621)" in printed(capsys, runs, format="latex", fit=False, window=0)[0]
     cells = csv.DictReader(io.StringIO(printed(capsys, runs, format="csv", fit=False, window=0)[0]))
-    own = next(r for r in cells if (r["figure"], r["mode"]) == ("accuracy_at_equal_tokens", "token_mean"))
+    own = next(r for r in cells if (r["outcome"], r["mode"]) == ("accuracy_at_equal_tokens", "token_mean"))
     assert float(own["baseline_pair_mean"]) == row["baseline_pair_mean"]
 
 
@@ -185,7 +185,7 @@ def test_the_caption_and_the_verdict_say_over_how_many_pairs_each_corrects(tmp_p
     runs = comparison(tmp_path, {"sample_mean": [50, 51, 50], "prompt_mean": [60, 62, 61], "constant": [50, 50, 53]})
     out = flowing(printed(capsys, runs, fit=False)[0])
     assert "against sample_mean (Holm over the 4 pairs of both lists):" in out
-    assert "p: paired t-test, corrected by Holm over the 2 pairs of a figure (in the verdict over its 4)." in out
+    assert "p: paired t-test, corrected by Holm over the 2 pairs of an outcome (over the 4 pairs of the verdict" in out
 
 
 def test_the_sign_flip_floor_is_said_with_its_seeds_and_drawn_patterns_are_not_called_exact(tmp_path: Path, capsys) -> None:
@@ -298,8 +298,8 @@ def test_a_wide_rows_numbers_stay_in_their_column_and_its_evidence_goes_below() 
 
 def test_geometric_means_and_the_level_to_reach_are_said_where_they_are_shown() -> None:
     asymptote = Row("curve/asymptote", "A", "", None, "", "a", 2, 0.9, 0.1, 0.8, 1.0, None)
-    exponent = dataclasses.replace(asymptote, figure="curve/exponent")
-    level = dataclasses.replace(asymptote, figure="tokens_to_accuracy", head="tokens to accuracy 0.84")
+    exponent = dataclasses.replace(asymptote, outcome="curve/exponent")
+    level = dataclasses.replace(asymptote, outcome="tokens_to_accuracy", head="tokens to accuracy 0.84")
     said = "Of B: geometric mean, and interval on the log scale."
     assert said in caption([asymptote, exponent], 4)
     assert "geometric" not in caption([asymptote], 4)
@@ -312,7 +312,11 @@ def test_geometric_means_and_the_level_to_reach_are_said_where_they_are_shown() 
 def test_a_difference_that_is_the_same_in_all_seeds_says_so_in_place_of_its_interval(tmp_path: Path, capsys, kind) -> None:
     runs = [trained(tmp_path, mode, seed, 12) for mode in ("constant", "token_mean") for seed in range(2)]
     out = printed(capsys, runs, fit=False, format=kind)[0]
-    said = {"table": "+0  in all 2 seeds ", "md": "| +0 | in all 2 seeds |", "latex": "& +0 & in all 2 seeds &"}
+    said = {
+        "table": "+0  the same in all 2 seeds ",
+        "md": "| +0 | the same in all 2 seeds |",
+        "latex": "& +0 & the same in all 2 seeds &",
+    }
     assert said[kind] in out
 
 

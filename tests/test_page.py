@@ -140,7 +140,9 @@ def test_every_mean_of_a_replay_on_the_page_is_the_mean_of_the_records(tmp_path:
 def test_the_comparison_of_trained_runs_has_the_means_differences_and_intervals_of_the_seeds(tmp_path: Path) -> None:
     page = Page(report(write_trained(tmp_path / "c")))
     one, other = [
-        row for row in page.table("The comparison") if row["figure"][0].startswith("accuracy in training rollouts, equal steps")
+        row
+        for row in page.table("The comparison")
+        if row["outcome"][0].startswith("accuracy in training rollouts, equal steps")
     ]
     assert float(one["mean"][1] or "nan") == pytest.approx(0.64)
     assert one["difference"] == ("", None)
@@ -238,7 +240,7 @@ def test_differences_are_signed_and_sorting_keeps_the_figures_apart(tmp_path: Pa
     source = report(write_trained(tmp_path / "c", seeds=4))
     page = Page(source)
     rows = page.table("The comparison")
-    _, other = [row for row in rows if row["figure"][0].startswith("accuracy in training rollouts, equal steps")]
+    _, other = [row for row in rows if row["outcome"][0].startswith("accuracy in training rollouts, equal steps")]
     assert re.fullmatch(r"\+0\.\d{3}\[\+0\.\d{3}, \+0\.\d{3}\]", other["difference"][0])
     assert other["IQM"][0] == "0.825"  # the middle half of 0.8, 0.82, 0.83, 0.9
     assert "IQM" in next(label for label in page.tables if label.startswith("The comparison"))
@@ -261,7 +263,7 @@ def test_the_figures_after_training_have_units_and_a_directory_only_among_severa
     written["final"] = {"baseline": "sample_mean", "modes": modes}
     (comparison / "manifest.json").write_text(json.dumps(written), encoding="utf-8")
     page = Page(report(comparison))
-    assert [row["figure"][0] for row in page.table("After training")] == ["accuracy, share", "response_length, tokens"]
+    assert [row["outcome"][0] for row in page.table("After training")] == ["accuracy, share", "response_length, tokens"]
     (label,) = [label for label in page.tables if label.startswith("After training")]
     assert label.endswith("difference to sample_mean")
     several = Page(report(comparison, write_run(tmp_path / "run", samples=False)))
@@ -286,7 +288,7 @@ def test_tokens_to_half_of_the_gain_are_response_tokens_as_in_the_terminal(
         (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     compare_results(runs, format="json", fit=True)
     assert "response tokens to half of the gain" in capsys.readouterr().out
-    heads = [row["figure"][0] for row in Page(report(*runs)).table("The comparison")]
+    heads = [row["outcome"][0] for row in Page(report(*runs)).table("The comparison")]
     assert any(head.startswith("response tokens to half of the gain") for head in heads)
 
 

@@ -44,7 +44,15 @@ def write_run(directory: Path, mode: str = "sample_mean", steps: list[dict] | No
     steps = [{"pg_loss": 0.25}] if steps is None else steps
     directory.mkdir(parents=True)
     settings = {} if any("rollout_step" in step for step in steps) else {"rollouts": ["example"]}
-    manifest = {"schema": 1, "kind": "run", "mode": mode, "command": "run", "settings": settings, "status": "done"}
+    manifest = {
+        "schema": 1,
+        "kind": "run",
+        "mode": mode,
+        "command": "run",
+        "settings": settings,
+        "status": "done",
+        "length_unit": "tokens",
+    }
     (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     write_lines(directory / "metrics.jsonl", [{"step": i, "mode": mode, **values} for i, values in enumerate(steps)])
     write_lines(directory / "layouts.jsonl", [layout(i, mode, name) for i in range(len(steps)) for name in SHARES])

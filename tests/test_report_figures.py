@@ -83,7 +83,7 @@ def test_a_step_without_accuracy_is_a_gap_and_the_lone_point_beside_it_is_marked
 
 def test_fitted_curves_have_their_parameters_in_the_legend_and_refusals_a_reason(tmp_path: Path) -> None:
     found = find(read_frames([write_trained(tmp_path / "c", seeds=1)]))
-    text = words(accuracy_by_tokens(found.trained, found.fitted))
+    text = words(accuracy_by_tokens(found.trained, found.curves.fitted))
     assert "sample_mean: mean of 1 run, no curve fitted" in text
     assert "no curve for 1 run (seed 0: " in text
 
@@ -219,7 +219,7 @@ def test_modes_whose_points_coincide_say_so_beside_the_accuracy(tmp_path: Path) 
     lines = (runs[1] / "metrics.jsonl").read_text(encoding="utf-8")
     (runs[1] / "metrics.jsonl").write_text(lines.replace('"correct/count": 6', '"correct/count": 9'), encoding="utf-8")
     found = find(read_frames(runs))
-    said = " ".join(words(accuracy_by_tokens(found.trained, found.fitted)).split())
+    said = " ".join(words(accuracy_by_tokens(found.trained, found.curves.fitted)).split())
     assert "lib:c = lib:a: mean of 1 run" in said
     assert "lib:b: mean of 1 run" in said
     assert "a = b: the dots and the line of a are those of b" in said
@@ -355,7 +355,7 @@ def test_one_step_has_whole_steps_and_its_dots_are_inside_the_axes(tmp_path: Pat
     low, high = figure.axes[0].get_xlim()
     assert [tick for tick in figure.axes[0].get_xticks() if low <= tick <= high] == [0]
     found = find(read_frames(runs))
-    accuracy = accuracy_by_tokens(found.trained, found.fitted)
+    accuracy = accuracy_by_tokens(found.trained, found.curves.fitted)
     low, high = accuracy.axes[0].get_xlim()
     assert low < 0 < high
     assert accuracy.axes[0].get_xticks().tolist() == [0]

@@ -110,7 +110,7 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_one_is_refused_by_fil
     assert found is not None
     assert found.steps.tolist() == [0, 1]
     path.write_text(whole + '{"step": 2, "corr\n' + whole, encoding="utf-8")
-    with pytest.raises(RecordError, match=r"metrics\.jsonl: cannot be read"):
+    with pytest.raises(RecordError, match=r"metrics\.jsonl: line 3 is not the record of a step: it is no JSON"):
         read_history(directory)
     path.write_text('{"step": 0}\n{"pg_loss": 1}\n', encoding="utf-8")
     with pytest.raises(RecordError, match="line 2 is not the record of a step"):
@@ -242,7 +242,7 @@ def test_mean_deviation_and_n_are_those_worked_out_by_hand(tmp_path: Path, capsy
 
     def rows(directories: list[Path]) -> dict[str, dict[str, str]]:
         out, _ = printed(capsys, directories, format="csv")
-        return {row["mode"]: row for row in csv.DictReader(io.StringIO(out)) if row["figure"] == "raw_reward"}
+        return {row["mode"]: row for row in csv.DictReader(io.StringIO(out)) if row["outcome"] == "raw_reward"}
 
     two, three = rows([*a, *b]), rows([*a, *b, *c])
     assert float(two["sample_mean"]["mean"]) == pytest.approx(0.5)
@@ -277,12 +277,12 @@ def test_precision_sorting_and_only_changed_rows(tmp_path: Path, capsys: pytest.
     runs = comparison(tmp_path, {"sample_mean": [50, 51], "prompt_mean": [60, 62], "constant": [40, 41]})
     out, _ = printed(capsys, runs, format="json", sort_by="accuracy", only_changed=True, fit=False)
     found = json.loads(out)
-    assert [row["mode"] for row in found["figures"] if row["figure"] == "accuracy"] == [
+    assert [row["mode"] for row in found["outcomes"] if row["outcome"] == "accuracy"] == [
         "prompt_mean",
         "sample_mean",
         "constant",
     ]
-    assert "tokens" not in {row["figure"] for row in found["figures"]}  # all took as many
+    assert "tokens" not in {row["outcome"] for row in found["outcomes"]}  # all took as many
     assert found["baseline"] == "sample_mean"
     md, _ = printed(capsys, runs, format="md", precision=2, fit=False)
     assert "| accuracy in training rollouts, equal steps ↑, share | prompt_mean | 2 | 0.62 |" in md
@@ -318,13 +318,15 @@ def test_bent_curves_are_fitted_and_stand_in_the_table(tmp_path: Path, capsys: p
             right = rng.binomial(500, chance).tolist()
             runs.append(write_run(tmp_path / f"{mode}{seed}", mode, seed, [step(i, r, 500 - r) for i, r in enumerate(right)]))
     out, _ = printed(capsys, runs, format="json")
-    found = {(row["figure"], row["mode"]): row for row in json.loads(out)["figures"]}
+    found = {(row["outcome"], row["mode"]): row for row in json.loads(out)["outcomes"]}
     assert found["curve/midpoint", "sample_mean"]["mean"] == pytest.approx(2000, rel=0.15)
     assert found["curve/midpoint", "prompt_mean"]["mean"] == pytest.approx(1000, rel=0.15)
     assert found["curve/asymptote", "prompt_mean"]["mean"] == pytest.approx(0.8, abs=0.03)
     assert found["curve/exponent_ratio", "prompt_mean"]["n"] == 2
     own = found["curve/asymptote", "prompt_mean"]
-    assert own["high"] - own["mean"] == pytest.approx(12.706204736 * own["std"] / 2**0.5)  # t, 1 degree
+    reach = 12.706204736 * own["std"] / 2**0.5 / (own["mean"] * (1 - own["mean"]))  # t of 1 degree, on the logit scale
+    odds = own["mean"] / (1 - own["mean"]) * np.exp(reach)
+    assert own["high"] == pytest.approx(odds / (1 + odds))
     assert all(found[name, "prompt_mean"]["std"] > 0 for name in ("curve/exponent", "curve/midpoint", "curve/exponent_ratio"))
 
 

@@ -47,7 +47,7 @@ def write_comparison(directory: Path, accuracies: Mapping[str, Iterable[float | 
     for mode, values in accuracies.items():
         for seed, value in enumerate(values):
             names.append(f"{mode}/seed-{seed}")
-            own = {"evaluation": {"accuracy": value}} if value is not None else {"diverged": "in step 1"}
+            own = {"evaluation": {"accuracy": value}} if value is not None else {"diverged": "in step 1", "diverged_step": 1}
             write_run(directory / names[-1], mode, seed, 2 if value is not None else 1, **{**own, **facts})
     settings = SETTINGS | {"steps": 5} | facts.pop("settings", {})
     shared = {"kind": "comparison", "command": "compare", "arguments": ["compare"], "runs": names}
@@ -227,7 +227,7 @@ def test_diff_names_what_numbers_depend_on_what_is_only_recorded_and_the_environ
         {"name": "log_to", "a": [[]], "b": [["trackio"]]},
     ]
     assert told["final"]["what"] == "last recorded step"
-    assert told["final"]["figures"] == [
+    assert told["final"]["metrics"] == [
         {"mode": None, "figure": "pg_loss", "a": {"mean": 1.0, "n": 1}, "b": {"mean": 1.01, "n": 1}}
     ]
 
@@ -252,7 +252,7 @@ def test_diff_of_a_directory_with_itself_and_with_other_modes(capsys, tmp_path: 
     assert (told["settings"], told["environment"]) == ([], [])
     assert [row["name"] for row in told["records"]] == ["modes", "seeds"]
     assert told["final"]["what"] == "after training, on fresh prompts"
-    assert [(row["mode"], row["figure"], row["a"], row["b"]) for row in told["final"]["figures"]] == [
+    assert [(row["mode"], row["metric"], row["a"], row["b"]) for row in told["final"]["metrics"]] == [
         ("sample_mean", "accuracy", {"mean": 0.625, "n": 2}, {"mean": 0.25, "n": 1}),
         ("constant", "accuracy", {"mean": 0.375, "n": 2}, None),
     ]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from aggcli.analysis.schema import FILES, json_schema
 from aggcli.config import FIELDS
 from aggcli.measurement.catalogue import METRICS
-from aggcli.report.schema import FILES, json_schema
 from tests.cli import aggcli, refused, results_of, strict_json
 
 TRAINING = ("--steps", 1, "--rollout-batch-size", 2, "--n-samples-per-prompt", 4, "--device", "cpu", "--log-correct-samples")
@@ -108,7 +108,7 @@ def test_markdown_has_a_row_of_five_cells_for_every_field(capsys: pytest.Capture
     for file, (_, fields) in FILES.items():
         assert f"## `{file}`" in told.out
         assert {field.name for field in fields} <= names
-    assert {"ranks.partition", "environment.git_commit", "final.modes.<mode>.<figure>.difference.low", "pass@<k>"} <= names
+    assert {"ranks.partition", "environment.git_commit", "final.modes.<mode>.<metric>.difference.low", "pass@<k>"} <= names
     for row in rows:
         assert row.replace("\\|", "").count("|") == 6, row
         assert row.replace("\\|", "").split("|")[5].strip(), f"no meaning: {row}"

@@ -26,7 +26,7 @@ def found_in(capsys: pytest.CaptureFixture[str], directories: Sequence[Path], **
 
 
 def rows(found: Mapping[str, Any], figure: str) -> dict[str, dict[str, Any]]:
-    return {row["mode"]: row for row in found["figures"] if row["figure"] == figure}
+    return {row["mode"]: row for row in found["outcomes"] if row["outcome"] == figure}
 
 
 # -- the verdict ---------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def test_the_verdict_is_a_headline_and_a_list_in_every_format(tmp_path: Path, ca
     latex = printed(capsys, runs, format="latex", fit=False)[0].splitlines()
     assert latex[:4] == [f"% {headline}", f"% {heading}", f"% - {texts[0]}", f"% - {texts[1]}"]
     out, said = printed(capsys, runs, format="csv", fit=False)
-    assert out.startswith("figure,unit,")
+    assert out.startswith("outcome,unit,")
     assert said.splitlines()[:3] == [f"note: {headline}", f"note: {heading}", f"note: - {texts[0]}"]
 
 
@@ -125,9 +125,9 @@ def test_evaluations_of_the_manifests_are_rows_paired_by_seed_and_the_verdict_at
 def test_without_an_evaluation_of_every_run_none_is_compared_and_it_is_said(tmp_path: Path, capsys) -> None:
     own = {"sample_mean": [evaluation(0.5), evaluation(0.52)], "token_mean": [evaluation(0.6), None]}
     found = found_in(capsys, evaluated(tmp_path, own))
-    assert not [row for row in found["figures"] if row["figure"].endswith("_on_fresh_prompts")]
+    assert not [row for row in found["outcomes"] if row["outcome"].endswith("_on_fresh_prompts")]
     assert "1 run was not evaluated at the end, so no figures on fresh prompts are compared" in found["notes"]
-    assert found["verdict"]["lines"][0]["figure"] == "accuracy"
+    assert found["verdict"]["lines"][0]["outcome"] == "accuracy"
 
 
 def test_policies_that_were_trained_for_different_numbers_of_steps_are_not_paired(tmp_path: Path, capsys) -> None:
@@ -176,6 +176,7 @@ def replayed(folder: Path, rollouts: str = "dump", right: int = 50, **settings: 
             ],
             settings={"rollouts": [rollouts], "train": False, **settings},
             modes=list(NORMS),
+            length_unit="tokens",
         )
         for mode, norms in NORMS.items()
     ]
@@ -191,9 +192,9 @@ def test_replays_of_the_same_rollouts_have_no_verdict_on_accuracy_but_weights_an
         for mode, ratio in (("token_mean", "0.375"), ("constant", "0.15"))
     ]
     assert found["verdict"]["lines"][0]["heading"] == "against sample_mean, mean of 2 steps"
-    figures = {row["figure"] for row in found["figures"]}
+    figures = {row["outcome"] for row in found["outcomes"]}
     assert figures == {"grad_norm", "gradient_ratio", "gradient_cosine", "effective_tokens", "weight_share/correct"}
-    assert not any(row["difference"] is not None or row["p"] is not None for row in found["figures"])
+    assert not any(row["difference"] is not None or row["p"] is not None for row in found["outcomes"])
     for kind in ("table", "md", "latex"):
         out, said = printed(capsys, runs, format=kind)
         assert SAID in " ".join(out.replace("%", "").split())
@@ -249,4 +250,4 @@ def test_beside_runs_that_sampled_their_own_rollouts_replays_are_left_out_and_it
     found = found_in(capsys, [*replayed(tmp_path / "a"), *evaluated(tmp_path / "b", own)])
     assert found["modes"] == ["sample_mean", "token_mean"]
     assert "3 runs are on recorded rollouts and left out of the comparison" in found["notes"]
-    assert found["verdict"]["lines"][0]["figure"] == "accuracy"
+    assert found["verdict"]["lines"][0]["outcome"] == "accuracy"

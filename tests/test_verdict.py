@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
+from aggcli.analysis.comparison import Comparison, compare
 from aggcli.analysis.histories import MEASURES, History
-from aggcli.analysis.outcomes import Comparison, compare
-from aggcli.analysis.run_figures import mean_between, tokens_to_reach
+from aggcli.analysis.outcomes import mean_between, tokens_to_reach
 from aggcli.analysis.settings import labelled
 from aggcli.analysis.verdict import verdict
 from aggcli.errors import SettingError
@@ -118,7 +118,10 @@ def test_one_seed_is_said_and_shows_no_difference():
 def test_a_line_names_the_word_size_interval_both_p_values_the_floor_and_the_seeds():
     runs = [run("a", s, [0.1, 0.5 + s / 100]) for s in range(3)] + [run("b", s, [0.1, 0.6 + s * s / 100]) for s in range(3)]
     found = verdict(compare(runs, window=0))
-    assert found.headline == "Accuracy is higher under b than under a, at equal steps and at equal tokens."
+    assert found.headline == (
+        "Accuracy is higher under b than under a, at equal steps and at equal tokens. Of the other outcomes, each tested by"
+        " itself, this differs: tokens to accuracy 0.46 (lower under b)."
+    )
     line = "b: higher, +0.107 [+0.078, +0.135], Holm p = 0.0078, sign-flip p = 0.25 (floor 0.25), 3 seeds"
     # t = 16, so p = 1 - 16/sqrt(258), and twice that for two pairs
     both = "(Holm over the 2 pairs of both lists)"
@@ -128,7 +131,7 @@ def test_a_line_names_the_word_size_interval_both_p_values_the_floor_and_the_see
     ]
 
 
-def test_the_headline_is_one_short_sentence_whatever_is_shown_of_many_modes():
+def test_the_headline_is_short_whatever_is_shown_of_many_modes():
     """b is higher on both axes, d on none; c takes half the tokens a step, so at equal tokens it is a step ahead."""
     rng = np.random.default_rng(3)
 
@@ -142,7 +145,8 @@ def test_the_headline_is_one_short_sentence_whatever_is_shown_of_many_modes():
     found = verdict(compare([*some, *arm("b", 0.7), *arm("c", 0.4, 5.0)], window=0))
     assert found.headline == (
         "At equal steps, accuracy is higher under b and lower under c than under a; at equal tokens, accuracy is higher under"
-        " b and c than under a."
+        " b and c than under a. Of the other outcomes, each tested by itself, this differs: tokens to accuracy 0.48 (lower"
+        " under b)."
     )
     assert [[line.partition(":")[0] for line in lines] for _, lines in found.lists] == [["b", "d", "c"], ["b", "c", "d"]]
     many = verdict(compare([one for mode in "abcdefgh" for one in arm(mode, 0.5)], window=0))
@@ -155,7 +159,7 @@ def test_modes_without_a_common_seed_are_not_paired():
     assert "b and a have no seed in common, so they are not paired" in found.notes
     said = verdict(found)
     assert said.headline == "No verdict: no other mode can be paired with a."
-    assert said.lists[0][1] == ("b: cannot be paired with a",)
+    assert said.lists[0][1] == ("b: not paired: no seed in common with a",)
 
 
 def test_without_accuracy_or_reward_there_is_no_verdict():
@@ -183,18 +187,18 @@ def test_fresh_prompts_decide_at_equal_steps_and_the_rollouts_stand_beside_them(
     assert found.outcomes["accuracy"]["b"].pair is not None
     assert found.outcomes["accuracy"]["b"].pair.test.difference.mean == pytest.approx(0)
     by_steps, by_tokens = verdict(found).rankings
-    assert by_steps.figure == "accuracy_on_fresh_prompts"
+    assert by_steps.outcome == "accuracy_on_fresh_prompts"
     both = "(Holm over the 2 pairs of both lists)"
     assert by_steps.heading == f"at equal steps, accuracy on fresh prompts (end), after step 3, against a {both}"
     assert by_steps.standings[0].difference is not None
     assert by_steps.standings[0].difference.mean == pytest.approx(0.31 / 3)  # 0.1, 0.1, 0.11
     assert (by_steps.standings[0].word, by_tokens.standings[0].word) == ("higher", "baseline")
-    assert by_tokens.figure == "accuracy_at_equal_tokens"
+    assert by_tokens.outcome == "accuracy_at_equal_tokens"
 
 
 def test_the_rollouts_decide_where_an_arm_has_no_evaluation_another_number_of_steps_or_fewer_seeds_with_one():
     def figure(runs: Sequence[History], ends: Mapping[str, Mapping[Path, float]]) -> str:
-        return verdict(compare(runs, ends=ends)).rankings[0].figure
+        return verdict(compare(runs, ends=ends)).rankings[0].outcome
 
     runs, ends = evaluated("abc")
     assert figure(runs, ends) == "accuracy"
@@ -240,7 +244,7 @@ def test_runs_that_differ_only_in_seed_are_called_different_in_5_percent_of_comp
         comparison = compare([trained(mode, seed, rng) for mode in ("a", "b") for seed in range(n)])
         found = verdict(comparison)
         said.append(any(ranking.shown for ranking in found.rankings))
-        pairs = [comparison.outcomes[ranking.figure]["b"].pair for ranking in found.rankings]
+        pairs = [comparison.outcomes[ranking.outcome]["b"].pair for ranking in found.rankings]
         called.append([pair is not None and pair.test.p is not None and pair.test.p < 0.05 for pair in pairs])
         for pair, is_called in zip(pairs, called[-1], strict=True):
             assert pair is not None
@@ -269,7 +273,7 @@ def test_the_pairs_of_both_rankings_are_corrected_together():
     for ranking in found.rankings:
         for one in ranking.standings:
             if one.word != "baseline":
-                pair = comparison.outcomes[ranking.figure][one.label].pair
+                pair = comparison.outcomes[ranking.outcome][one.label].pair
                 assert pair is not None
                 raw.append(pair.test.p)
                 corrected.append(one.p_holm)
@@ -290,7 +294,7 @@ def test_evaluations_that_share_their_prompts_by_seed_are_called_different_in_5_
         chance = {one.directory: np.clip(hard[one.seed] + rng.normal(0, 0.01), 0, 1) for one in runs}
         ends = {"fresh/accuracy": {at: rng.binomial(512, chance[at]) / 512 for at in chance}}
         comparison = compare(runs, ends=ends)
-        assert verdict(comparison).rankings[0].figure == "accuracy_on_fresh_prompts"
+        assert verdict(comparison).rankings[0].outcome == "accuracy_on_fresh_prompts"
         pair = comparison.outcomes["accuracy_on_fresh_prompts"]["b"].pair
         called.append(pair is not None and pair.test.p is not None and pair.test.p < 0.05)
     assert abs(np.mean(called) - 0.05) < 3.5 * math.sqrt(0.05 * 0.95 / 300)

@@ -1,67 +1,247 @@
-"""The final figures of a trained comparison: per mode over seeds, and against the first mode, seed by seed."""
+"""The outcomes of a comparison: per arm over its seeds, and paired with the baseline's, seed by seed.
+
+Every number of an arm, and every difference of a pair, is made from the runs of that arm or pair alone: another arm beside
+them changes none (only Holm's correction, which counts the pairs that are shown).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
-from aggcli.analysis.statistics import interval, paired_difference
+import numpy as np
 
-FIGURES = {
-    "accuracy": "accuracy",
-    "response_length": "response_length",
-    "correct_response_length": "correct/response_length",
-    "incorrect_response_length": "incorrect/response_length",
-}
-"""Field of an evaluation -> name in the summary."""
+from aggcli.analysis.histories import History, with_labels
+from aggcli.analysis.outcomes import OUTCOMES, WINDOW, Common, Outcome, Terms, default_reach, span_of, steps_trained, values_in
+from aggcli.analysis.statistics import Interval, PairedTest, holm, interquartile_mean, interval, paired_test, standard_deviation
+from aggcli.errors import SettingError, nearest, some
+from aggcli.measurement.words import plural
 
 
-def final_summary(
-    runs: Sequence[tuple[str, str, int]], evaluations: Mapping[str, Mapping[str, float | None]]
-) -> dict[str, Any]:
-    """`modes` -> figure -> mean, low, high, n, and the paired `difference` to the baseline mode's; and the missing runs.
-
-    `runs`: (name, mode, seed) of every run that was asked for; `evaluations`: run name -> figure -> value (None where there
-    was nothing to measure) of those that finished.
+@dataclass(frozen=True)
+class Pair:
+    """An arm against the baseline. `mean` and `baseline_mean`: the two whose difference it is, over the pair's seeds and where
+    its own runs are equal; `p_holm` and `sign_flip_holm`: corrected over the pairs of this outcome.
     """
-    modes = list(dict.fromkeys(mode for _, mode, _ in runs))
-    summary: dict[str, Any] = {"baseline": modes[0], "modes": {}}
-    values = {
-        (mode, field): {
-            seed: value
-            for name, of_mode, seed in runs
-            if of_mode == mode and name in evaluations and (value := evaluations[name][field]) is not None
-        }
-        for mode in modes
-        for field in FIGURES
+
+    baseline: str
+    common: Common | None
+    test: PairedTest
+    mean: float
+    baseline_mean: float
+    p_holm: float | None = None
+    sign_flip_holm: float | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An outcome of an arm: `values` a seed, their mean with its interval, and the pair where it is not the baseline's own;
+    `unpaired`: why there is none. The mean is arithmetic; the interval of a share stays within 0 and 1 (`statistics.interval`).
+    """
+
+    label: str
+    values: Mapping[int, float]
+    mean: float
+    std: float | None
+    low: float | None
+    high: float | None
+    interquartile_mean: float | None
+    common: Common | None
+    pair: Pair | None = None
+    unpaired: str = ""
+
+    @property
+    def without(self) -> str:
+        """Why the mean has no interval; empty where it has one."""
+        return Interval(self.mean, self.low, self.high, len(self.values)).without
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`outcomes`: name -> label -> estimate, the baseline first; without the outcomes and arms that have nothing to show.
+
+    `defined`: what each of them is, by name; `window`: the share of the common range that they are means of; `length_unit`:
+    what the lengths are counted in.
+    """
+
+    baseline: str
+    labels: tuple[str, ...]
+    outcomes: Mapping[str, Mapping[str, Estimate]]
+    reach: float | None
+    notes: tuple[str, ...]
+    defined: Mapping[str, Outcome] = dataclasses.field(default_factory=lambda: OUTCOMES)
+    window: float = WINDOW
+    length_unit: str = "tokens"
+
+    def named(self, outcome: str) -> str:
+        """An outcome as the table names it: `tokens to accuracy 0.75`."""
+        head = self.defined[outcome].head
+        return f"{head} {self.reach:g}" if outcome == "tokens_to_accuracy" and self.reach is not None else head
+
+
+def compare(
+    runs: Sequence[History],
+    baseline: str | None = None,
+    *,
+    window: float = WINDOW,
+    reach: float | None = None,
+    ends: Mapping[str, Mapping[Path, float]] | None = None,
+) -> Comparison:
+    """Every outcome of every arm. `baseline`: its label, default the first; `reach`: the accuracy of tokens_to_accuracy.
+
+    `window`: share of the common range that an outcome is the mean of; 0 takes the last point alone. `ends`: what
+    `aggcli.analysis.evaluations` read of the policies that the runs ended with. Raises `SettingError` for a baseline that is
+    not among the labels.
+    """
+    arms = arms_of(runs, baseline)
+    base = next(iter(arms))
+    terms = Terms(window, default_reach(arms[base], window) if reach is None else reach, ends or {})
+    outcomes: dict[str, dict[str, Estimate]] = {}
+    for outcome in OUTCOMES.values():
+        if outcome.measure == "raw_reward" and _reward_is_accuracy(runs):
+            continue
+        found = {label: _estimate(outcome, label, own, terms) for label, own in arms.items()}
+        present = {label: estimate for label, estimate in found.items() if estimate is not None}
+        if present:
+            outcomes[outcome.name] = _with_pairs(outcome, present, arms, base, terms)
+    notes = [*_notes(arms, base, outcomes), *_not_reached(arms, outcomes, terms.reach), *_all_wrong(outcomes)]
+    notes += _unequal_ends(arms, base) if terms.ends else []
+    return Comparison(base, tuple(arms), outcomes, terms.reach, tuple(notes), window=window)
+
+
+def arms_of(runs: Sequence[History], baseline: str | None) -> dict[str, list[History]]:
+    """Runs by label, the baseline (default: the first) first. Raises `SettingError` for one that is not among them."""
+    arms = with_labels(runs)
+    base = baseline or next(iter(arms))
+    if base not in arms:
+        raise SettingError(f"--baseline {base}: is not among the compared runs{nearest(base, arms)}")
+    return {base: arms[base], **arms}
+
+
+def estimate_of(outcome: Outcome, label: str, values: Mapping[int, float], common: Common | None) -> Estimate:
+    """The estimate of an arm's values of an outcome, one a seed (at least one)."""
+    own = list(values.values())
+    found = interval(own, outcome.bounds)
+    return Estimate(label, values, found.mean, standard_deviation(own), found.low, found.high, interquartile_mean(own), common)
+
+
+def _estimate(outcome: Outcome, label: str, runs: Sequence[History], terms: Terms) -> Estimate | None:
+    span = span_of(outcome, runs, terms.window)
+    values = values_in(outcome, runs, span, terms)
+    return estimate_of(outcome, label, values, span and span.common) if values else None
+
+
+def _with_pairs(
+    outcome: Outcome, present: Mapping[str, Estimate], arms: Mapping[str, Sequence[History]], base: str, terms: Terms
+) -> dict[str, Estimate]:
+    pairs = {label: _pair(outcome, arms[label], arms[base], terms) for label in present if label != base}
+    shown = {label: pair for label, pair in pairs.items() if isinstance(pair, Pair)}
+    unpaired = {label: pair for label, pair in pairs.items() if isinstance(pair, str)}
+    p = holm([pair.test.p for pair in shown.values()])
+    flips = holm([None if (flip := pair.test.sign_flip) is None else flip.p for pair in shown.values()])
+    done = {
+        label: dataclasses.replace(pair, p_holm=one, sign_flip_holm=flip)
+        for (label, pair), one, flip in zip(shown.items(), p, flips, strict=True)
     }
-    for mode in modes:
-        figures: dict[str, Any] = {}
-        for field, name in FIGURES.items():
-            own = values[mode, field]
-            figures[name] = dataclasses.asdict(interval(list(own.values()))) if own else None
-            if own and mode != modes[0]:
-                difference = paired_difference(own, values[modes[0], field])
-                figures[name]["difference"] = None if difference is None else dataclasses.asdict(difference)
-        summary["modes"][mode] = figures
-    summary["missing"] = [name for name, _, _ in runs if name not in evaluations]
-    return summary
+    return {
+        label: dataclasses.replace(estimate, pair=done.get(label), unpaired=unpaired.get(label, ""))
+        for label, estimate in present.items()
+    }
 
 
-LAST_STEP = ("pg_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "entropy_loss", "sampler_mismatch", "grad_norm", "raw_reward")
-"""Numbers of the last optimizer step that are compared where there are no fresh prompts to evaluate on."""
+def _pair(outcome: Outcome, arm: Sequence[History], base: Sequence[History], terms: Terms) -> Pair | str:
+    """The pair, or why there is none."""
+    shared = {run.seed for run in arm} & {run.seed for run in base}
+    mine, theirs = ([run for run in runs if run.seed in shared] for runs in (arm, base))
+    if not shared:
+        return f"not paired: no seed in common with {base[0].label}"
+    span = span_of(outcome, [*mine, *theirs], terms.window)
+    values, against = (values_in(outcome, runs, span, terms) for runs in (mine, theirs))
+    test, seeds = paired_test(values, against, outcome.bounds), values.keys() & against.keys()
+    if test is None:
+        return f"not paired: no seed has a number in both it and {base[0].label} where they are equal"
+    means = (interval([of[seed] for seed in sorted(seeds)]).mean for of in (values, against))
+    return Pair(base[0].label, span and span.common, test, *means)
 
 
-def last_step_summary(runs: Sequence[tuple[str, str, int]], last: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """`modes` -> number of the last optimizer step, mean over seeds; None where there is none. `last`: run name -> its line."""
-    modes = list(dict.fromkeys(mode for _, mode, _ in runs))
-    summary: dict[str, Any] = {"baseline": modes[0], "modes": {}}
-    for mode in modes:
-        lines = [last[name] for name, of_mode, _ in runs if of_mode == mode and name in last]
-        values = {name: [line[name] for line in lines if line.get(name) is not None] for name in LAST_STEP}
-        summary["modes"][mode] = {
-            name: dataclasses.asdict(interval(numbers)) if numbers else None for name, numbers in values.items()
-        }
-    summary["missing"] = [name for name, _, _ in runs if name not in last]
-    return summary
+def _reward_is_accuracy(runs: Sequence[History]) -> bool:
+    """Whether the reward is 1 for right and 0 for wrong, so that its mean is the accuracy."""
+    return all(
+        np.allclose(run.measures["raw_reward"], run.measures["accuracy"], rtol=0, atol=1e-9, equal_nan=True) for run in runs
+    )
+
+
+# -- what is said beside the numbers ----------------------------------------------------------------------------------
+
+
+def _notes(arms: Mapping[str, Sequence[History]], base: str, outcomes: Mapping[str, Mapping[str, Estimate]]) -> list[str]:
+    said = []
+    if all(len(runs) == 1 for runs in arms.values()):
+        said.append("one seed: no interval and no test, so no difference can be shown; give more seeds")
+    for label, runs in arms.items():
+        seeds = {run.seed for run in runs}
+        shared = seeds & {run.seed for run in arms[base]}
+        if not shared:
+            said.append(f"{label} and {base} have no seed in common, so they are not paired")
+        elif label != base and len(shared) < max(len(seeds), len(arms[base])):
+            said.append(f"{label} and {base} are paired by the {plural(len(shared), 'seed')} that both have")
+        holes = [run for run in runs if np.isnan(run.tokens).any()]
+        if holes:
+            said.append(f"{label}: no tokens are counted behind a missing step, in {len(holes)} of {plural(len(runs), 'run')}")
+    for label, estimate in next(iter(outcomes.values()), {}).items():
+        common = estimate.pair.common if estimate.pair else estimate.common
+        if common is not None and common.dropped:
+            against = f" and {base}" if label != base else ""
+            steps = plural(common.points, "common step")
+            said.append(f"{label}{against}: {steps}; {plural(common.dropped, 'is', 'are')} missing in some run, left out")
+    return said
+
+
+def _not_reached(
+    arms: Mapping[str, Sequence[History]], outcomes: Mapping[str, Mapping[str, Estimate]], reach: float | None
+) -> list[str]:
+    """Which runs have no tokens to the accuracy `reach`."""
+    if reach is None or "accuracy" not in outcomes:
+        return []
+    found = outcomes.get("tokens_to_accuracy", {})
+    if not found:
+        return [f"no run reaches an accuracy of {reach:g}"]
+    said = []
+    for label, runs in arms.items():
+        there, total = len(found[label].values) if label in found else 0, plural(len(runs), "run")
+        if not there:
+            said.append(f"{label}: none of its {total} reached an accuracy of {reach:g}")
+        elif there < len(runs):
+            said.append(
+                f"{label}: only {there} of {total} reached the accuracy, so its tokens to accuracy are those of the faster ones"
+            )
+    return said
+
+
+def _all_wrong(outcomes: Mapping[str, Mapping[str, Estimate]]) -> list[str]:
+    ends = [value for estimate in outcomes.get("accuracy", {}).values() for value in estimate.values.values()]
+    if not ends or any(ends):
+        return []
+    return [
+        "every run ends at an accuracy of 0 in its training rollouts: the policies have collapsed or never learned, and no mode"
+        " can be told from another by it"
+    ]
+
+
+def _unequal_ends(arms: Mapping[str, Sequence[History]], base: str) -> list[str]:
+    """Where the policies that training ended with cannot be compared, since they had different numbers of steps."""
+    steps = {label: sorted({steps_trained(run) for run in runs}) for label, runs in arms.items()}
+    said = []
+    for label, own in steps.items():
+        if len(own) > 1:
+            said.append(
+                f"{label}: its runs were trained for {some(own)} steps, so the policies they ended with are not averaged"
+            )
+        elif own != steps[base]:
+            said.append(
+                f"{label} was trained for {plural(own[0], 'step')} and {base} for {some(steps[base])}, so the policies they"
+                " ended with are not compared"
+            )
+    return said

@@ -5,7 +5,6 @@ No more is read, so that a thousand of them are listed in seconds.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,10 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from natsort import natsorted
+
+from aggcli.analysis.reading import last_line, read_manifest
+from aggcli.analysis.units import length_unit_of
 from aggcli.config import RunConfig, to_flat
 from aggcli.errors import RecordError
 from aggcli.ownership import contents
-from aggcli.records import MANIFEST, METRICS, read_manifest
+from aggcli.records import MANIFEST, METRICS
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,13 @@ class Results:
     def environment(self) -> dict[str, Any]:
         """Versions, commit, device, threads and ranks, as flat names."""
         found = {**self.manifest.get("environment", {}), "ranks": self.manifest.get("ranks")}
-        packages = found.pop("packages", None)
-        return {**found, **(packages if isinstance(packages, dict) else {})}
+        packages = found.pop("packages", {})
+        return {**found, **packages}
+
+    @property
+    def length_unit(self) -> str:
+        """What the lengths of its runs are counted in."""
+        return length_unit_of({"settings": self.settings, **self.manifest})
 
     def facts(self, name: str) -> dict[str, Any]:
         """What `list` says of it. Steps: the fewest that a run which did not diverge has recorded; planned: None in a replay.
@@ -77,8 +85,7 @@ class Results:
         trains = bool(self.settings.get("train")) or not self.settings.get("rollouts")
         accuracies: dict[str, list[float]] = {}
         for run in self.runs:
-            value = run.manifest.get("evaluation", {}).get("accuracy")
-            if isinstance(value, (int, float)):
+            if (value := run.manifest.get("evaluation", {}).get("accuracy")) is not None:
                 accuracies.setdefault(run.mode, []).append(value)
         going = [run for run in self.runs if "diverged" not in run.manifest]
         return {
@@ -108,13 +115,13 @@ def changed_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, dict[st
 
 
 def results_under(directory: Path, note: Callable[[str], None]) -> Iterator[Results]:
-    """Every results directory at or under a folder, sorted by path; links are not followed, and what cannot be read is told to
-    `note`.
+    """Every results directory at or under a folder, in natural order (compare-2 before compare-10); links are not followed, and
+    what cannot be read is told to `note`.
     """
     for folder, folders, files in os.walk(
         directory, onerror=lambda error: note(f"{error.filename}: {error.strerror}; skipped")
     ):
-        folders.sort()
+        folders[:] = natsorted(folders)
         if MANIFEST in files:
             try:
                 found = read_results(Path(folder))
@@ -163,13 +170,8 @@ def _last_line(path: Path) -> dict[str, Any] | None:
                     line = whole[at + 1 :]
                     break
                 reach *= 4
-        found = json.loads(line) if line.strip() else None
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: cannot be read ({error})") from error
-    if found is not None and not (
-        isinstance(found, dict) and all(isinstance(found.get(k, d), int) for k, d in (("step", None), ("rollout_step", 0)))
-    ):
-        raise RecordError(f"{path}: its last line is not the record of a step")
-    return found
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
+    return last_line(path, line) if line.strip() else None

@@ -1,12 +1,12 @@
-"""How two results directories differ: in settings, environment and records, and in their final figures."""
+"""How two results directories differ: in settings, environment and records, and in their final metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from aggcli.analysis.comparison import FIGURES, final_summary, last_step_summary
 from aggcli.analysis.directories import Results, Run
+from aggcli.analysis.final import FINAL, final_summary, last_step_summary
 from aggcli.analysis.histories import resolved_settings
 from aggcli.analysis.settings import effective_settings
 
@@ -53,10 +53,10 @@ def _differing(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -
             yield {"name": name, "a": values[0], "b": values[1]}
 
 
-def final_figures(pair: Pair) -> tuple[str, list[dict[str, Any]]]:
-    """What the final figures are, and each of them side by side: mean over seeds, and n.
+def final_metrics(pair: Pair) -> tuple[str, list[dict[str, Any]]]:
+    """What the final metrics are, and each of them side by side: mean over seeds, and n.
 
-    Figures on fresh prompts where both were evaluated, else the numbers of each run's last recorded step. Two results of one
+    Metrics on fresh prompts where both were evaluated, else the numbers of each run's last recorded step. Two results of one
     mode each stand on one line whatever the modes are.
     """
     evaluated = all(any(run.manifest.get("evaluation") for run in results.runs) for results in pair)
@@ -64,18 +64,18 @@ def final_figures(pair: Pair) -> tuple[str, list[dict[str, Any]]]:
     for results in pair:
         names = [(run.name, run.mode, run.seed) for run in results.runs]
         of_run = {run.name: _numbers(run.manifest["evaluation"]) for run in results.runs if run.manifest.get("evaluation")}
-        filled = {name: {figure: own.get(figure) for figure in FIGURES} for name, own in of_run.items()}
+        filled = {name: {metric: own.get(metric) for metric in FINAL} for name, own in of_run.items()}
         lines = {run.name: _numbers(run.last) for run in results.runs if run.last is not None}
         found.append((final_summary(names, filled) if evaluated else last_step_summary(names, lines))["modes"])
     if len(found[0]) == len(found[1]) == 1:
-        found = [{None: figures} for side in found for figures in side.values()]
+        found = [{None: metrics} for side in found for metrics in side.values()]
     rows = []
     for mode in dict.fromkeys([*found[0], *found[1]]):
         sides = [side.get(mode, {}) for side in found]
-        for figure in dict.fromkeys([*sides[0], *sides[1]]):
-            a, b = ({key: own[key] for key in ("mean", "n")} if (own := side.get(figure)) else None for side in sides)
+        for metric in dict.fromkeys([*sides[0], *sides[1]]):
+            a, b = ({key: own[key] for key in ("mean", "n")} if (own := side.get(metric)) else None for side in sides)
             if a or b:
-                rows.append({"mode": mode, "figure": figure, "a": a, "b": b})
+                rows.append({"mode": mode, "metric": metric, "a": a, "b": b})
     return "after training, on fresh prompts" if evaluated else "last recorded step", rows
 
 

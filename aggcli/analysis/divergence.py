@@ -1,4 +1,6 @@
-"""Runs that ended early: those that diverged, which a comparison must say before anything else, and those that were stopped."""
+"""Runs that went wrong, which a comparison must say before anything else: those that diverged, and those that ended with no
+right answer and every response at the limit; and runs that were stopped.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aggcli.analysis.histories import History, when_diverged
+import numpy as np
+
+from aggcli.analysis.histories import History, when_diverged, with_labels
+from aggcli.analysis.reading import read_manifest
 from aggcli.errors import some
 from aggcli.measurement.words import listed, plural
-from aggcli.records import read_manifest
 
 _MOST = 4
 """Unfinished runs that a note names."""
@@ -38,7 +42,7 @@ def diverged_of(runs: Sequence[History], silent: Sequence[Path] = ()) -> list[Di
 
 
 def in_words(found: Sequence[Diverged], runs: Mapping[str, int]) -> str:
-    """`2 of 4 runs of token_mean diverged, at steps 20 and 21; the figures are ...`; empty without any.
+    """`2 of 4 runs of token_mean diverged, at steps 20 and 21; the numbers are ...`; empty without any.
 
     `runs`: label -> number of compared runs.
     """
@@ -53,7 +57,39 @@ def in_words(found: Sequence[Diverged], runs: Mapping[str, int]) -> str:
         at = "step" if len(steps) == 1 else "steps"
         said.append(f"{len(own)} of {plural(total, 'run')} of {label} diverged, at {at} {named}")
     having = "that all runs have" if all(one.recorded for one in found) else "that all runs with a recorded step have"
-    return f"{'; '.join(said)}; the figures are of the steps {having}."
+    return f"{'; '.join(said)}; the numbers are of the steps {having}."
+
+
+def is_collapsed(accuracy: float | None, response_length: float | None, limit: float | None) -> bool:
+    """Whether no rollout is right and every response is as long as a response can be."""
+    return limit is not None and response_length is not None and accuracy == 0 and response_length >= limit
+
+
+def collapsed_in_words(runs: Sequence[History]) -> str:
+    """`2 of 3 runs of token_mean end with accuracy 0 and every response at the limit of 24 tokens: ...`; empty without any.
+
+    A run counts by the last tenth of its recorded steps (one at least).
+    """
+    said = []
+    for label, own in with_labels(runs).items():
+        gone = [run for run in own if _ends_collapsed(run)]
+        if gone:
+            limits = listed(sorted({f"{run.settings['max_response_length']:g}" for run in gone}))
+            ends = "ends" if len(gone) == 1 else "end"
+            total = plural(len(own), "run")
+            said.append(
+                f"{len(gone)} of {total} of {label} {ends} with accuracy 0 and every response at the limit of {limits} tokens"
+            )
+    return f"{'; '.join(said)}: collapsed, or nothing was ever learned." if said else ""
+
+
+def _ends_collapsed(run: History) -> bool:
+    last = slice(-max(1, len(run.steps) // 10), None)
+    accuracy, length = (run.measures[name][last] for name in ("accuracy", "response_length"))
+    limit = run.settings.get("max_response_length")
+    if not (np.isfinite(accuracy).all() and np.isfinite(length).all()):
+        return False
+    return is_collapsed(float(accuracy.max()), float(length.min()), limit)
 
 
 def unfinished(runs: Sequence[History]) -> list[str]:

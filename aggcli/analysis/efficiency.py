@@ -17,7 +17,7 @@ from scipy import optimize
 from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
 from aggcli.analysis.histories import AXES, History, with_labels
 from aggcli.analysis.sigmoid import Floats, Parameters, sigmoid, slopes
-from aggcli.analysis.statistics import Interval, PairedTest, geometric_interval, holm, interval, paired_test
+from aggcli.analysis.statistics import SHARE, Interval, PairedTest, geometric_interval, holm, interval, paired_test
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ MOST_FITS = 40
 """Curves are fitted unasked for up to this many runs (a tenth of a second each)."""
 
 
-def mode_curves(fitted: Sequence[FittedRun]) -> dict[str, ModeCurve]:
-    """Label -> A, B and C_mid over its seeds."""
+def mode_curves(fitted: Sequence[FittedRun], measure: str = "accuracy") -> dict[str, ModeCurve]:
+    """Label -> A, B and C_mid over its seeds. Of accuracy, A is a share (see `statistics.interval`)."""
+    bounds = SHARE if measure == "accuracy" else None
     found = {}
     for label in with_labels(one.run for one in fitted):
         own = [one for one in fitted if one.run.label == label]
@@ -85,7 +86,7 @@ def mode_curves(fitted: Sequence[FittedRun]) -> dict[str, ModeCurve]:
         values = {name: tuple(getattr(curve, name).mean for curve in bent) for name in ("asymptote", "exponent", "midpoint")}
         found[label] = ModeCurve(
             label,
-            interval(values["asymptote"]) if bent else None,
+            interval(values["asymptote"], bounds) if bent else None,
             geometric_interval(values["exponent"]) if bent else None,
             geometric_interval(values["midpoint"]) if bent else None,
             tuple(f"seed {one.run.seed}: {one.curve.reason}" for one in own if isinstance(one.curve, Refused)),
@@ -112,8 +113,8 @@ def efficiency(
         asymptote, found = common_asymptote(both, axis, measure, options)
         mine = {seed: found[at].exponent for at, seed in enumerate(seeds)}
         theirs = {seed: found[at + len(seeds)].exponent for at, seed in enumerate(seeds)}
-        logs = [{seed: math.log(B) for seed, B in own.items()} for own in (mine, theirs)]
-        test = paired_test(*logs)
+        logs, against = ({seed: math.log(B) for seed, B in own.items()} for own in (mine, theirs))
+        test = paired_test(logs, against)
         assert test is not None
         ratio = geometric_interval([mine[seed] / theirs[seed] for seed in seeds])
         pairs.append(EfficiencyPair(label, baseline, asymptote, {label: mine, baseline: theirs}, ratio, test))

@@ -15,10 +15,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from aggcli.analysis.reading import Lines, read_lines, read_manifest, repeated_in_words, run_directories
 from aggcli.analysis.settings import arm_labels
+from aggcli.analysis.units import length_unit_of, one_length_unit
 from aggcli.errors import RecordError
 from aggcli.measurement.catalogue import describe
-from aggcli.records import LAYOUTS, METRICS, SAMPLES, SCHEMA, read_lines, read_manifest, run_directories
+from aggcli.records import LAYOUTS, METRICS, SAMPLES
 
 SAMPLE_COLUMNS = ("sample", "rollout", "group", "response_length", "trained_tokens", "reward", "correct", "weight")
 _STEP_FILE = re.compile(r"step-(\d+)\.parquet")
@@ -35,6 +37,7 @@ class Run:
     directory: Path
     arm: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    length_unit: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,9 @@ class Frames:
 
     metrics: one row per (run, step); layouts: per (run, step, layout); ranks: per (run, step, layout, rank), where a
     weighted metric is the rank's share and `idle` says that the rank had no sample; samples: per (run, step, training
-    sample). Metrics are float64 columns with the catalogue's units. `notes`: what was left out, for the reader; `silent`: the
-    directories of runs without a recorded step.
+    sample). Metrics are float64 columns with the catalogue's units. A step that is recorded again counts once, by its
+    last line. `notes`: what was left out, for the reader; `silent`: the directories of runs without a recorded step;
+    `length_unit`: what the lengths of all of them are counted in.
     """
 
     runs: tuple[Run, ...]
@@ -54,6 +58,7 @@ class Frames:
     samples: pd.DataFrame
     notes: tuple[str, ...] = field(default=())
     silent: tuple[Path, ...] = ()
+    length_unit: str = "tokens"
 
     @property
     def steps(self) -> list[int]:
@@ -77,21 +82,24 @@ def read_frames(directories: Sequence[Path], *, only_metrics: bool = False) -> F
     `RecordError` for a folder that is no results directory, a record that cannot be read, or when no step is recorded at all.
     """
     found = _labelled(_runs(directories))
-    metrics = {run.label: list(_lines(run, METRICS)) if (run.directory / METRICS).exists() else [] for run in found}
+    read = {run.label: read_lines(run.directory / METRICS) for run in found}
+    metrics = {run.label: _rows(run, read[run.label]) for run in found}
     runs = tuple(run for run in found if metrics[run.label])
     if not runs:
         raise RecordError(f"{', '.join(map(str, directories))}: no steps are recorded")
     silent = tuple(run.directory for run in found if not metrics[run.label])
     detailed = () if only_metrics else runs
-    layouts = [row for run in detailed if (run.directory / LAYOUTS).exists() for row in _lines(run, LAYOUTS)]
+    layouts = [row for run in detailed for row in _rows(run, read_lines(run.directory / LAYOUTS))]
+    empty = [f"{directory}: no steps are recorded; left out" for directory in silent]
     return Frames(
         runs=runs,
         metrics=_frame([row for run in runs for row in metrics[run.label]]),
         layouts=_frame([{key: value for key, value in row.items() if key != "ranks"} for row in layouts], "layout"),
         ranks=_frame([rank for row in layouts for rank in _ranks_of(row)], "layout", "rank", "idle"),
         samples=_samples(detailed),
-        notes=tuple(f"{directory}: no steps are recorded; left out" for directory in silent),
+        notes=(*empty, *repeated_in_words({run.directory: read[run.label].repeated for run in runs})),
         silent=silent,
+        length_unit=one_length_unit({run.directory: run.length_unit for run in runs}),
     )
 
 
@@ -130,14 +138,14 @@ def numbers(frame: pd.DataFrame, name: str) -> NDArray[np.float64]:
 
 def _runs(directories: Sequence[Path]) -> list[Run]:
     """Each run once; the label is still empty."""
-    found: dict[Path, Run] = {}
-    for given in directories:
-        for directory in run_directories(given):
-            manifest = read_manifest(directory)
-            settings = manifest.get("settings")
-            own = settings if isinstance(settings, Mapping) else {}
-            found.setdefault(directory.resolve(), Run("", str(manifest.get("mode", "custom")), directory, settings=own))
-    return list(found.values())
+    found = []
+    for directory in run_directories(directories):
+        manifest = read_manifest(directory)
+        unit = length_unit_of(manifest)
+        found.append(
+            Run("", manifest.get("mode", "custom"), directory, settings=manifest.get("settings", {}), length_unit=unit)
+        )
+    return found
 
 
 def _labelled(found: list[Run]) -> list[Run]:
@@ -166,20 +174,18 @@ def _own_name(run: Run) -> str:
 # -- rows -----------------------------------------------------------------------------------------------------------
 
 
-def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
-    path = run.directory / name
-    for number, line in enumerate(read_lines(path), 1):
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise RecordError(f"{path}: line {number} is not the record of a step")
-        if line.get("schema", SCHEMA) != SCHEMA:
-            raise RecordError(f"{path}: line {number} has schema {line['schema']}, this version reads {SCHEMA}")
-        values = {key: value for key, value in line.items() if key not in ("schema", "mode", "step")}
-        yield {"run": run.label, "mode": run.mode, "step": line["step"], **values}
+def _rows(run: Run, lines: Lines) -> list[dict[str, Any]]:
+    """The lines of a run, named by it, with the columns that every frame starts with."""
+    head = {"run": run.label, "mode": run.mode}
+    return [
+        {**head, "step": row["step"], **{key: value for key, value in row.items() if key not in ("schema", "mode", "step")}}
+        for row in lines.rows
+    ]
 
 
 def _ranks_of(layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     place = {key: layout.get(key) for key in ("run", "mode", "step", "layout")}
-    for rank in layout.get("ranks") or ():
+    for rank in layout.get("ranks", ()):
         yield {**place, **rank, "idle": not rank.get("partition", [True])}
 
 

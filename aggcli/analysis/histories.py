@@ -1,15 +1,12 @@
 """What a comparison needs of each run: its settings, and its accuracy, reward and lengths over the rollout steps.
 
-Only the needed columns of metrics.jsonl and timings.jsonl are read, by pyarrow's JSON reader: a thousand runs of a thousand
-steps in seconds.
+Of metrics.jsonl only the needed numbers are kept: a thousand runs of a thousand steps in seconds.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aggcli.analysis.reading import Lines, read_lines, read_manifest, repeated_in_words, run_directories
+from aggcli.analysis.units import length_unit_of
 from aggcli.errors import RecordError, some
-from aggcli.records import METRICS, TIMINGS, read_manifest, run_directories
+from aggcli.records import METRICS, TIMINGS
 
 Floats = NDArray[np.float64]
 
@@ -45,7 +44,8 @@ class History:
     `seconds` are the run's share of those of its stack. `measures` has the names in `MEASURES`. `repeated`: lines that record
     an optimizer step again; the last one counts. `stack`: what tells the stack that the run was trained in from others; None
     where no seconds are recorded. `evaluation`: on fresh prompts after training, None where the run was not evaluated.
-    `diverged`: the rollout step in which it diverged, and what is said of it; None where it did not.
+    `diverged`: the rollout step in which it diverged, and what is said of it; None where it did not. `length_unit`: what
+    lengths and tokens are counted in. `modes`: in a replay, those asked for, the first the baseline of its gradients.
     """
 
     directory: Path
@@ -63,6 +63,8 @@ class History:
     stack: tuple[float, float] | None = None
     evaluation: Mapping[str, Any] | None = None
     diverged: tuple[int, str] | None = None
+    length_unit: str = "tokens"
+    modes: tuple[str, ...] = ()
 
     def axis(self, name: str) -> Floats:
         """`steps`, `tokens` or `seconds`, as float64 [E]."""
@@ -75,50 +77,32 @@ def read_histories(directories: Sequence[Path]) -> tuple[list[History], list[str
     A directory that is given twice counts once; runs without a recorded step are left out. Raises `RecordError` for a folder
     that is no results directory or a record that cannot be read, and when no step is recorded at all.
     """
-    found = _distinct(directories)
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:  # the JSON reader works outside Python's lock
-        read = list(pool.map(read_history, found))
+    found = run_directories(directories)
+    read = [read_history(directory) for directory in found]
     histories = [history for history in read if history is not None]
     if not histories:
         raise RecordError(f"{some(directories)}: no steps are recorded")
     empty = [directory for directory, history in zip(found, read, strict=True) if history is None]
     notes = [f"no steps are recorded, left out: {some(empty)}"] if empty else []
-    repeated = [history for history in histories if history.repeated]
-    if repeated:
-        lines = sum(history.repeated for history in repeated)
-        notes.append(
-            f"{lines} recorded {'step is a repetition' if lines == 1 else 'steps are repetitions'} (a run that was resumed"
-            f" writes them again); the last one counts: {some(history.directory for history in repeated)}"
-        )
-    return histories, notes
+    return histories, [*notes, *repeated_in_words({history.directory: history.repeated for history in histories})]
 
 
 def without_steps(directories: Sequence[Path], read: Iterable[History]) -> list[Path]:
     """The runs of these results directories that `read_histories` left out, since no step of them is recorded."""
     known = {run.directory for run in read}
-    return [directory for directory in _distinct(directories) if directory not in known]
-
-
-def _distinct(directories: Sequence[Path]) -> list[Path]:
-    found: dict[Path, Path] = {}
-    for given in directories:
-        for directory in run_directories(given):
-            found.setdefault(directory.resolve(), directory)
-    return list(found.values())
+    return [directory for directory in run_directories(directories) if directory not in known]
 
 
 def read_history(directory: Path) -> History | None:
     """One run directory; None when no step is recorded. Raises `RecordError`."""
     manifest = read_manifest(directory)
-    columns = _columns(directory / METRICS, ("step", "rollout_step", *_COUNTS, *_MEANS))
-    if columns is None:
+    lines = read_lines(directory / METRICS, ("rollout_step", *_COUNTS, *_MEANS))
+    if not lines.rows:
         return None
-    step, last = _last_of_each(columns.pop("step"))
-    rollout_step = columns.pop("rollout_step")[last]
-    rollout_step = np.where(np.isnan(rollout_step), step, rollout_step).astype(np.int64)
+    rollout_step = np.array([row.get("rollout_step", row["step"]) for row in lines.rows], dtype=np.int64)
     order = np.argsort(rollout_step, kind="stable")
     steps, starts = np.unique(rollout_step[order], return_index=True)
-    parts = {name: values[last][order] for name, values in columns.items()}
+    parts = {name: _column(lines, name)[order] for name in (*_COUNTS, *_MEANS)}
     totals = {name: _sums(parts[name], starts) for name in _COUNTS}
     share, stack = _shares(directory / TIMINGS, steps)
     return History(
@@ -132,10 +116,12 @@ def read_history(directory: Path) -> History | None:
         tokens=_before(totals["response_tokens"], steps),
         seconds=_before(share, steps),
         measures=_measures(parts, totals, starts),
-        repeated=columns["samples"].size - len(last),
+        repeated=lines.repeated,
         stack=stack,
         evaluation=manifest.get("evaluation"),
         diverged=when_diverged(manifest),
+        length_unit=length_unit_of(manifest),
+        modes=tuple(manifest.get("modes", ())),
     )
 
 
@@ -167,37 +153,9 @@ def _provenance(manifest: Mapping[str, Any]) -> dict[str, Any]:
 # -- columns --------------------------------------------------------------------------------------------------------
 
 
-def _columns(path: Path, names: Sequence[str]) -> dict[str, Floats] | None:
-    """These columns of a record file as float64, NaN but in the first one where blank; None for no file, or one
-    without a line.
-
-    A half-written last line (a killed writer) is left out. Raises `RecordError` for a line without the first column.
-    """
-    import pyarrow
-    import pyarrow.json
-
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
-    whole = memoryview(data)[: data.rfind(b"\n") + 1]
-    if not data[: len(whole)].strip():
-        return None
-    schema = pyarrow.schema([(name, pyarrow.float64()) for name in names])
-    try:
-        table = pyarrow.json.read_json(
-            pyarrow.BufferReader(whole),
-            read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=max(len(whole), 1)),
-            parse_options=pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
-        )
-    except pyarrow.ArrowException as error:
-        raise RecordError(f"{path}: cannot be read ({error})") from error
-    columns = {name: table.column(name).to_numpy().astype(np.float64, copy=True) for name in names}
-    if np.isnan(columns[names[0]]).any():
-        raise RecordError(f"{path}: line {int(np.isnan(columns[names[0]]).argmax()) + 1} is not the record of a step")
-    return columns
+def _column(lines: Lines, name: str) -> Floats:
+    """A number of each line as float64, NaN where it is blank."""
+    return np.array([row.get(name) for row in lines.rows], dtype=np.float64)
 
 
 def _shares(path: Path, steps: NDArray[np.int64]) -> tuple[Floats, tuple[float, float] | None]:
@@ -206,20 +164,13 @@ def _shares(path: Path, steps: NDArray[np.int64]) -> tuple[Floats, tuple[float, 
     Two runs of a stack have the same first line, and no two stacks have it: a step's seconds are measured to the nanosecond.
     """
     share = np.full(len(steps), np.nan)
-    columns = _columns(path, ("rollout_step", "seconds", "runs")) if path.exists() else None
-    if columns is None:
+    lines = read_lines(path)
+    if not lines.rows:
         return share, None
-    timed, last = _last_of_each(columns["rollout_step"])
-    seconds, runs = columns["seconds"][last], columns["runs"][last]
+    timed, seconds, runs = (_column(lines, name) for name in ("rollout_step", "seconds", "runs"))
     _, at, there = np.intersect1d(steps, timed, assume_unique=True, return_indices=True)
     share[at] = (seconds / runs)[there]
     return share, (float(seconds[0]), float(runs[0]))
-
-
-def _last_of_each(step: Floats) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-    """The distinct optimizer steps, sorted, and the position of the last line of each."""
-    distinct, from_behind = np.unique(step[::-1], return_index=True)
-    return distinct.astype(np.int64), len(step) - 1 - from_behind
 
 
 def _sums(values: Floats, starts: NDArray[np.intp]) -> Floats:

@@ -1,227 +1,238 @@
-"""The figures of a comparison: per arm over its seeds, and paired with the baseline's, seed by seed.
-
-Every number of an arm, and every difference of a pair, is made from the runs of that arm or pair alone: another arm beside
-them changes none (only Holm's correction, which counts the pairs that are shown).
-"""
+"""The outcomes that runs are compared by: what each is, where runs can be compared in it, and its value for one run."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aggcli.analysis.histories import History, with_labels
-from aggcli.analysis.run_figures import FIGURES, WINDOW, Common, Figure, Terms, default_reach, span_of, steps_trained, values_in
-from aggcli.analysis.statistics import PairedTest, holm, interquartile_mean, interval, paired_test, standard_deviation
-from aggcli.errors import SettingError, nearest, some
-from aggcli.measurement.words import plural
+from aggcli.analysis.histories import Floats, History
+from aggcli.analysis.statistics import SHARE, Bounds
 
+WINDOW = 0.1
+"""An outcome is the mean over the last tenth of the common range: a single step's rollouts are too few to tell modes apart."""
+_POINTS = 33
+"""Points at which a curve is interpolated inside the window of a token range."""
+REACH = 0.9
+"""Without a level to reach: this share of the baseline's own way from its first steps to its last."""
 
-@dataclass(frozen=True)
-class Pair:
-    """An arm against the baseline. `mean` and `baseline_mean`: the two whose difference it is, over the pair's seeds and where
-    its own runs are equal; `p_holm` and `sign_flip_holm`: corrected over the pairs of this figure.
-    """
-
-    baseline: str
-    common: Common | None
-    test: PairedTest
-    mean: float
-    baseline_mean: float
-    p_holm: float | None = None
-    sign_flip_holm: float | None = None
+Axis = Literal["steps", "tokens", "end"]
+"""What runs are equal in where an outcome is taken: rollout steps, tokens, or `end`: the steps that the whole training took."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A figure of an arm: `values` a seed, their mean with its interval, and the pair where it is not the baseline's own."""
+    """A number that is compared. `axis`: what the runs are equal in where it is taken; None for one of a run's whole course."""
 
-    label: str
-    values: Mapping[int, float]
-    mean: float
-    std: float | None
-    low: float | None
-    high: float | None
-    interquartile_mean: float | None
-    common: Common | None
-    pair: Pair | None = None
+    name: str
+    head: str
+    unit: str
+    measure: str
+    axis: Axis | None = "steps"
+    better: Literal["higher", "lower"] | None = None
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """What its numbers lie between by their meaning; None where they have no such bounds."""
+        return (-1.0, 1.0) if self.name == "gradient_cosine" else SHARE if self.unit == "share" else None
+
+
+OUTCOMES = {
+    outcome.name: outcome
+    for outcome in (
+        Outcome("accuracy", "accuracy in training rollouts, equal steps", "share", "accuracy", better="higher"),
+        Outcome(
+            "accuracy_at_equal_tokens",
+            "accuracy in training rollouts, equal tokens",
+            "share",
+            "accuracy",
+            "tokens",
+            "higher",
+        ),
+        Outcome("accuracy_on_fresh_prompts", "accuracy on fresh prompts (end)", "share", "fresh/accuracy", "end", "higher"),
+        Outcome("tokens_to_accuracy", "tokens to accuracy", "tokens", "accuracy", None, "lower"),
+        Outcome("raw_reward", "raw reward in training rollouts, equal steps", "reward", "raw_reward", better="higher"),
+        Outcome(
+            "raw_reward_at_equal_tokens",
+            "raw reward in training rollouts, equal tokens",
+            "reward",
+            "raw_reward",
+            "tokens",
+            "higher",
+        ),
+        Outcome("response_length", "response length", "tokens", "response_length"),
+        Outcome("correct/response_length", "length of correct responses", "tokens", "correct/response_length"),
+        Outcome("incorrect/response_length", "length of wrong responses", "tokens", "incorrect/response_length"),
+        Outcome(
+            "response_length_on_fresh_prompts",
+            "response length, fresh prompts (end)",
+            "tokens",
+            "fresh/response_length",
+            "end",
+        ),
+        Outcome(
+            "correct/response_length_on_fresh_prompts",
+            "length of correct responses, fresh prompts (end)",
+            "tokens",
+            "fresh/correct_response_length",
+            "end",
+        ),
+        Outcome(
+            "incorrect/response_length_on_fresh_prompts",
+            "length of wrong responses, fresh prompts (end)",
+            "tokens",
+            "fresh/incorrect_response_length",
+            "end",
+        ),
+        Outcome("entropy_loss", "entropy of the policy", "nats", "entropy_loss"),
+        Outcome("tokens", "tokens trained on before the last common step", "tokens", "tokens"),
+    )
+}
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """`outcomes`: figure -> label -> outcome, the baseline first; without the figures and arms that have nothing to show.
+class Common:
+    """Where runs are compared: up to `end` (a rollout step, or tokens), over the last part from `start` on; on the axis `end`
+    both are the last rollout step that each run was trained on.
 
-    `figures`: what each of them is, by name; `window`: the share of the common range that they are means of.
+    `points`: common steps; `dropped`: steps that only some of the runs recorded. 0 for tokens, which are interpolated.
     """
 
-    baseline: str
-    labels: tuple[str, ...]
-    outcomes: Mapping[str, Mapping[str, Outcome]]
-    reach: float | None
-    notes: tuple[str, ...]
-    figures: Mapping[str, Figure] = dataclasses.field(default_factory=lambda: FIGURES)
+    axis: Axis
+    start: float
+    end: float
+    points: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where runs are compared, and for steps the common ones of the window."""
+
+    common: Common
+    steps: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How outcomes are taken. `window`: share of the common range that they are means of; `reach`: the accuracy of
+    tokens_to_accuracy; `ends`: measure -> run directory -> a number of the policy that its training ended with.
+    """
+
     window: float = WINDOW
+    reach: float | None = None
+    ends: Mapping[str, Mapping[Path, float]] = field(default_factory=dict)
 
 
-def compare(
-    runs: Sequence[History],
-    baseline: str | None = None,
-    *,
-    window: float = WINDOW,
-    reach: float | None = None,
-    ends: Mapping[str, Mapping[Path, float]] | None = None,
-) -> Comparison:
-    """Every figure of every arm. `baseline`: its label, default the first; `reach`: the accuracy of tokens_to_accuracy.
+# -- one number a run -----------------------------------------------------------------------------------------------
 
-    `window`: share of the common range that a figure is the mean of; 0 takes the last point alone. `ends`: what
-    `aggcli.analysis.evaluations` read of the policies that the runs ended with. Raises `SettingError` for a baseline that is
-    not among the labels.
+
+def values_in(outcome: Outcome, runs: Sequence[History], span: Span | None, terms: Terms) -> dict[int, float]:
+    """Seed -> value, without the seeds that have none."""
+    found = {run.seed: _value(outcome, run, span, terms) for run in runs}
+    return {seed: value for seed, value in found.items() if math.isfinite(value)}
+
+
+def _value(outcome: Outcome, run: History, span: Span | None, terms: Terms) -> float:
+    if outcome.axis is None:
+        return math.nan if terms.reach is None else tokens_to_reach(run, terms.reach)
+    if span is None:
+        return math.nan
+    if outcome.axis == "end":
+        return terms.ends.get(outcome.measure, {}).get(run.directory, math.nan)
+    if outcome.measure == "tokens":
+        return float(run.tokens[np.searchsorted(run.steps, span.steps[-1])])
+    values = run.measures[outcome.measure]
+    if outcome.axis == "tokens":
+        return mean_between(run.tokens, values, span.common.start, span.common.end)
+    inside = values[np.searchsorted(run.steps, span.steps)]
+    known = inside[np.isfinite(inside)]
+    return float(known.mean()) if known.size else math.nan
+
+
+def mean_between(x: Floats, values: Floats, start: float, end: float) -> float:
+    """Mean over [start, end] of `values`, interpolated linearly in x; NaN where that reaches outside what was measured."""
+    known = np.isfinite(x) & np.isfinite(values)
+    if not known.any() or x[known][0] > start or x[known][-1] < end:
+        return math.nan
+    return float(np.interp(np.linspace(start, end, _POINTS), x[known], values[known]).mean())
+
+
+def tokens_to_reach(run: History, level: float, window: float = WINDOW) -> float:
+    """Tokens trained on when the accuracy, as a running mean over `window` of the run's steps, first reaches `level`.
+
+    Linear between the two steps around the crossing; NaN when it is never reached.
     """
-    arms = arms_of(runs, baseline)
-    base = next(iter(arms))
-    terms = Terms(window, default_reach(arms[base], window) if reach is None else reach, ends or {})
-    outcomes: dict[str, dict[str, Outcome]] = {}
-    for figure in FIGURES.values():
-        if figure.measure == "raw_reward" and _reward_is_accuracy(runs):
-            continue
-        found = {label: _outcome(figure, label, own, terms) for label, own in arms.items()}
-        present = {label: outcome for label, outcome in found.items() if outcome is not None}
-        if present:
-            outcomes[figure.name] = _with_pairs(figure, present, arms, base, terms)
-    notes = [*_notes(arms, base, outcomes), *_not_reached(arms, outcomes, terms.reach), *_collapsed(outcomes)]
-    notes += _unequal_ends(arms, base) if terms.ends else []
-    return Comparison(base, tuple(arms), outcomes, terms.reach, tuple(notes), window=window)
+    known = np.isfinite(run.tokens) & np.isfinite(run.measures["accuracy"])
+    x, values = run.tokens[known], run.measures["accuracy"][known]
+    width = max(1, round(window * len(values)))
+    if len(values) < width or not len(values):
+        return math.nan
+    smooth = np.convolve(values, np.full(width, 1 / width), mode="valid")
+    x = x[width - 1 :]
+    above = smooth >= level - 1e-12
+    if not above.any():
+        return math.nan
+    at = int(above.argmax())
+    return float(x[0]) if at == 0 else float(np.interp(level, smooth[at - 1 : at + 1], x[at - 1 : at + 1]))
 
 
-def arms_of(runs: Sequence[History], baseline: str | None) -> dict[str, list[History]]:
-    """Runs by label, the baseline (default: the first) first. Raises `SettingError` for one that is not among them."""
-    arms = with_labels(runs)
-    base = baseline or next(iter(arms))
-    if base not in arms:
-        raise SettingError(f"--baseline {base}: is not among the compared runs{nearest(base, arms)}")
-    return {base: arms[base], **arms}
-
-
-def outcome_of(label: str, values: Mapping[int, float], common: Common | None) -> Outcome:
-    """The outcome of an arm's values, one a seed (at least one)."""
-    own = list(values.values())
-    found = interval(own)
-    return Outcome(label, values, found.mean, standard_deviation(own), found.low, found.high, interquartile_mean(own), common)
-
-
-def _outcome(figure: Figure, label: str, runs: Sequence[History], terms: Terms) -> Outcome | None:
-    span = span_of(figure, runs, terms.window)
-    values = values_in(figure, runs, span, terms)
-    return outcome_of(label, values, span and span.common) if values else None
-
-
-def _with_pairs(
-    figure: Figure, present: Mapping[str, Outcome], arms: Mapping[str, Sequence[History]], base: str, terms: Terms
-) -> dict[str, Outcome]:
-    pairs = {label: _pair(figure, arms[label], arms[base], terms) for label in present if label != base}
-    shown = {label: pair for label, pair in pairs.items() if pair is not None}
-    p = holm([pair.test.p for pair in shown.values()])
-    flips = holm([None if (flip := pair.test.sign_flip) is None else flip.p for pair in shown.values()])
-    done = {
-        label: dataclasses.replace(pair, p_holm=one, sign_flip_holm=flip)
-        for (label, pair), one, flip in zip(shown.items(), p, flips, strict=True)
-    }
-    return {label: dataclasses.replace(outcome, pair=done.get(label)) for label, outcome in present.items()}
-
-
-def _pair(figure: Figure, arm: Sequence[History], base: Sequence[History], terms: Terms) -> Pair | None:
-    shared = {run.seed for run in arm} & {run.seed for run in base}
-    mine, theirs = ([run for run in runs if run.seed in shared] for runs in (arm, base))
-    if not shared:
+def default_reach(base: Sequence[History], window: float) -> float | None:
+    """`REACH` of the way from the baseline's first steps to its last, rounded down to hundredths; None if it did not rise."""
+    shares = [run.measures["accuracy"][np.isfinite(run.measures["accuracy"])] for run in base]
+    ways = [(part[:k].mean(), part[-k:].mean()) for part in shares if part.size and (k := max(1, round(window * part.size)))]
+    if not ways:
         return None
-    span = span_of(figure, [*mine, *theirs], terms.window)
-    values, against = (values_in(figure, runs, span, terms) for runs in (mine, theirs))
-    test, seeds = paired_test(values, against), values.keys() & against.keys()
-    if test is None:
+    first, last = np.mean(ways, axis=0)
+    return math.floor(100 * (first + REACH * (last - first))) / 100 if last > first else None
+
+
+# -- where runs can be compared ---------------------------------------------------------------------------------------
+
+
+def span_of(outcome: Outcome, runs: Sequence[History], window: float) -> Span | None:
+    """Where these runs are equal in the outcome's axis; None where they are nowhere, or the outcome has no axis."""
+    if outcome.axis is None:
         return None
-    means = (interval([of[seed] for seed in sorted(seeds)]).mean for of in (values, against))
-    return Pair(base[0].label, span and span.common, test, *means)
+    if outcome.axis == "end":
+        return _common_end(runs)
+    return _common_tokens(runs, outcome.measure, window) if outcome.axis == "tokens" else _common_steps(runs, window)
 
 
-def _reward_is_accuracy(runs: Sequence[History]) -> bool:
-    """Whether the reward is 1 for right and 0 for wrong, so that its mean is the accuracy."""
-    return all(
-        np.allclose(run.measures["raw_reward"], run.measures["accuracy"], rtol=0, atol=1e-9, equal_nan=True) for run in runs
-    )
+def steps_trained(run: History) -> int:
+    """Rollout steps that a finished run was trained for: its setting, or where that is not recorded the steps themselves.
+
+    A step in which no group had a signal may leave no line, so that the recorded steps can be fewer.
+    """
+    given = run.settings.get("steps")
+    return given if isinstance(given, int) else int(run.steps[-1]) + 1
 
 
-# -- what is said beside the numbers ----------------------------------------------------------------------------------
+def _common_end(runs: Sequence[History]) -> Span | None:
+    """The end of training, where all were trained for as many steps."""
+    steps = {steps_trained(run) for run in runs}
+    last = float(min(steps) - 1)
+    return Span(Common("end", last, last)) if len(steps) == 1 else None
 
 
-def _notes(arms: Mapping[str, Sequence[History]], base: str, outcomes: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
-    said = []
-    if all(len(runs) == 1 for runs in arms.values()):
-        said.append("one seed: no interval and no test, so no difference can be shown; give more seeds")
-    for label, runs in arms.items():
-        seeds = {run.seed for run in runs}
-        shared = seeds & {run.seed for run in arms[base]}
-        if not shared:
-            said.append(f"{label} and {base} have no seed in common, so they are not paired")
-        elif label != base and len(shared) < max(len(seeds), len(arms[base])):
-            said.append(f"{label} and {base} are paired by the {plural(len(shared), 'seed')} that both have")
-        holes = [run for run in runs if np.isnan(run.tokens).any()]
-        if holes:
-            said.append(f"{label}: no tokens are counted behind a missing step, in {len(holes)} of {plural(len(runs), 'run')}")
-    for label, outcome in next(iter(outcomes.values()), {}).items():
-        common = outcome.pair.common if outcome.pair else outcome.common
-        if common is not None and common.dropped:
-            against = f" and {base}" if label != base else ""
-            steps = plural(common.points, "common step")
-            said.append(f"{label}{against}: {steps}; {plural(common.dropped, 'is', 'are')} missing in some run, left out")
-    return said
+def _common_steps(runs: Sequence[History], window: float) -> Span | None:
+    """The steps that every run recorded, and the last `window` of them (one at least); None without any."""
+    distinct = {run.steps.tobytes(): run.steps for run in runs}.values()
+    steps, union = reduce(np.intersect1d, distinct), reduce(np.union1d, distinct)
+    if not steps.size:
+        return None
+    last = steps[-max(1, round(window * steps.size)) :]
+    return Span(Common("steps", float(last[0]), float(last[-1]), int(steps.size), int(union.size - steps.size)), last)
 
 
-def _not_reached(
-    arms: Mapping[str, Sequence[History]], outcomes: Mapping[str, Mapping[str, Outcome]], reach: float | None
-) -> list[str]:
-    """Which runs have no tokens to the accuracy `reach`."""
-    if reach is None or "accuracy" not in outcomes:
-        return []
-    found = outcomes.get("tokens_to_accuracy", {})
-    if not found:
-        return [f"no run reaches an accuracy of {reach:g}"]
-    said = []
-    for label, runs in arms.items():
-        there, total = len(found[label].values) if label in found else 0, plural(len(runs), "run")
-        if not there:
-            said.append(f"{label}: none of its {total} reached an accuracy of {reach:g}")
-        elif there < len(runs):
-            said.append(
-                f"{label}: only {there} of {total} reached the accuracy, so its tokens to accuracy are those of the faster ones"
-            )
-    return said
-
-
-def _collapsed(outcomes: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
-    ends = [value for outcome in outcomes.get("accuracy", {}).values() for value in outcome.values.values()]
-    if not ends or any(ends):
-        return []
-    return [
-        "every run ends at an accuracy of 0 in its training rollouts: the policies have collapsed or never learned, and no mode"
-        " can be told from another by it"
-    ]
-
-
-def _unequal_ends(arms: Mapping[str, Sequence[History]], base: str) -> list[str]:
-    """Where the policies that training ended with cannot be compared, since they had different numbers of steps."""
-    steps = {label: sorted({steps_trained(run) for run in runs}) for label, runs in arms.items()}
-    said = []
-    for label, own in steps.items():
-        if len(own) > 1:
-            said.append(
-                f"{label}: its runs were trained for {some(own)} steps, so the policies they ended with are not averaged"
-            )
-        elif own != steps[base]:
-            said.append(
-                f"{label} was trained for {plural(own[0], 'step')} and {base} for {some(steps[base])}, so the policies they"
-                " ended with are not compared"
-            )
-    return said
+def _common_tokens(runs: Sequence[History], measure: str, window: float) -> Span | None:
+    """The tokens that every run has a measured number up to; runs without any are left aside. None when none has."""
+    known = [run.tokens[np.isfinite(run.tokens) & np.isfinite(run.measures[measure])] for run in runs]
+    end = min((float(tokens[-1]) for tokens in known if tokens.size > 1), default=0.0)
+    return Span(Common("tokens", (1 - window) * end, end)) if end > 0 else None

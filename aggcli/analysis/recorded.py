@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from aggcli.analysis.comparison import Comparison, Estimate, arms_of, estimate_of
 from aggcli.analysis.histories import History
-from aggcli.analysis.outcomes import Comparison, Outcome, arms_of, outcome_of
-from aggcli.analysis.run_figures import Common, Figure
+from aggcli.analysis.outcomes import Common, Outcome
+from aggcli.analysis.reading import read_lines
+from aggcli.analysis.units import in_length_unit, one_length_unit
 from aggcli.analysis.verdict import Verdict
 from aggcli.measurement.catalogue import LENGTH_BINS, describe
 from aggcli.measurement.words import plural
-from aggcli.records import METRICS, read_lines, read_manifest
+from aggcli.records import METRICS
 
 _LENGTHS = dict(zip(LENGTH_BINS, ("0-25 %", "25-50 %", "50-75 %", "75-100 %"), strict=True))
 _HEADS = {
@@ -35,7 +38,9 @@ _HEADS = {
 }
 _OF_THE_POLICY = {"entropy_loss": "entropy of the policy", "kl_loss": "KL to the reference"}
 """What a mode changes besides where a policy is trained on recorded rollouts."""
-RECORDED_FIGURES = {name: Figure(name, head, describe(name).unit, name) for name, head in {**_HEADS, **_OF_THE_POLICY}.items()}
+RECORDED_OUTCOMES = {
+    name: Outcome(name, head, describe(name).unit, name) for name, head in {**_HEADS, **_OF_THE_POLICY}.items()
+}
 
 Lines = Mapping[int, Mapping[str, float | None]]
 """Optimizer step -> its numbers."""
@@ -63,8 +68,8 @@ def share_rollouts(runs: Iterable[History]) -> bool:
 
 
 def compare_recorded(runs: Sequence[History], baseline: str | None = None) -> Comparison:
-    """What each arm makes of its recorded rollouts: means over the steps, without pairs, since nothing was left to chance. A
-    figure that is 0 in every arm is left out.
+    """What each arm makes of its recorded rollouts: means over the steps, without pairs, since nothing was left to chance. An
+    outcome that is 0 in every arm is left out.
 
     `gradient_ratio` is made from the norms, of the steps that the baseline's run of that seed has too, where both have the same
     rollouts; `gradient_cosine` is as it was recorded, where that was against the baseline's mode. Raises `SettingError` for a
@@ -72,22 +77,24 @@ def compare_recorded(runs: Sequence[History], baseline: str | None = None) -> Co
     """
     arms = arms_of(runs, baseline)
     base = next(iter(arms))
-    lines = {run.directory: {line["step"]: line for line in read_lines(run.directory / METRICS)} for run in runs}
+    length_unit = one_length_unit({run.directory: run.length_unit for run in runs})
+    lines = {run.directory: {line["step"]: line for line in read_lines(run.directory / METRICS).rows} for run in runs}
     of_seed = {run.seed: run for run in arms[base]}
-    outcomes: dict[str, dict[str, Outcome]] = {}
+    outcomes: dict[str, dict[str, Estimate]] = {}
     for label, own in arms.items():
         values: dict[str, dict[int, float]] = {}
         for run in own:
             theirs = of_seed.get(run.seed)
             against = lines[theirs.directory] if theirs is not None and share_rollouts([run, theirs]) else {}
-            cosine = theirs is not None and bool(against) and _baseline_of(run) == theirs.mode
+            cosine = theirs is not None and bool(against) and run.modes[:1] == (theirs.mode,)
             for name, value in _means(lines[run.directory], against, cosine=cosine).items():
                 values.setdefault(name, {})[run.seed] = value
         for name, found in values.items():
-            outcomes.setdefault(name, {})[label] = outcome_of(label, found, _steps(own))
-    names = _HEADS if all(map(is_replay, runs)) else RECORDED_FIGURES
+            outcomes.setdefault(name, {})[label] = estimate_of(RECORDED_OUTCOMES[name], label, found, _steps(own))
+    names = _HEADS if all(map(is_replay, runs)) else RECORDED_OUTCOMES
     ordered = {name: outcomes[name] for name in names if name in outcomes and any(one.mean for one in outcomes[name].values())}
-    return Comparison(base, tuple(arms), ordered, None, (), RECORDED_FIGURES)
+    defined = {name: replace(one, unit=in_length_unit(one.unit, length_unit)) for name, one in RECORDED_OUTCOMES.items()}
+    return Comparison(base, tuple(arms), ordered, None, (), defined, length_unit=length_unit)
 
 
 def _means(lines: Lines, against: Lines, *, cosine: bool) -> dict[str, float]:
@@ -95,7 +102,7 @@ def _means(lines: Lines, against: Lines, *, cosine: bool) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for step, line in lines.items():
         norm, theirs = line.get("grad_norm"), against.get(step, {}).get("grad_norm")
-        values = {**{name: line.get(name) for name in RECORDED_FIGURES}, "gradient_ratio": None}
+        values = {**{name: line.get(name) for name in RECORDED_OUTCOMES}, "gradient_ratio": None}
         if norm is not None and theirs:
             values["gradient_ratio"] = norm / theirs
         if not cosine:
@@ -104,12 +111,6 @@ def _means(lines: Lines, against: Lines, *, cosine: bool) -> dict[str, float]:
             if value is not None:
                 found.setdefault(name, []).append(value)
     return {name: math.fsum(values) / len(values) for name, values in found.items()}
-
-
-def _baseline_of(run: History) -> str | None:
-    """The mode that a recording compared its gradients with: the first of its modes."""
-    modes = read_manifest(run.directory).get("modes")
-    return str(modes[0]) if isinstance(modes, list) and modes else None
 
 
 def _steps(runs: Sequence[History]) -> Common:
@@ -146,10 +147,11 @@ def _line(comparison: Comparison, label: str) -> str:
     if ratio is not None:
         said.append(f"its gradient is {ratio:.3g} times as long" + ("" if cosine is None else f", at a cosine of {cosine:.3g}"))
     if tokens is not None and theirs is not None:
-        said.append(f"its weight lies on {tokens:.4g} effective tokens, {comparison.baseline}'s on {theirs:.4g}")
+        unit = comparison.defined["effective_tokens"].unit
+        said.append(f"its weight lies on {tokens:.4g} effective {unit}, {comparison.baseline}'s on {theirs:.4g}")
     return f"{label}: {'; '.join(said)}" if said else ""
 
 
-def _mean(comparison: Comparison, figure: str, label: str) -> float | None:
-    found = comparison.outcomes.get(figure, {}).get(label)
+def _mean(comparison: Comparison, outcome: str, label: str) -> float | None:
+    found = comparison.outcomes.get(outcome, {}).get(label)
     return None if found is None else found.mean

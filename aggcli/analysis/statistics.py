@@ -1,5 +1,9 @@
 """Statistics of a comparison: seeds are the unit; intervals are Student's t, differences are paired by seed.
 
+The interval of a mean whose numbers have bounds, such as a share, is taken on the logit scale of the mean, so that it stays
+inside them: logit(m) plus or minus t * se / (m (1 - m)), which is Student's interval to first order (the delta method). The
+difference of two such means lies within the distance of the bounds, where its interval is cut: it stays the one of the t-test.
+
 Decisions use the paired t-test at 5 %, corrected by Holm over the pairs that are shown. The exact sign-flip permutation p-value
 stands beside it: it assumes no law of the differences but that they are as likely of one sign as of the other, and it cannot
 fall below its floor of 2/2^n, so below 6 seeds it never reaches 5 %.
@@ -7,12 +11,15 @@ fall below its floor of 2/2^n, so below 6 seeds it never reaches 5 %.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import expit, logit, stdtrit
+
+from aggcli.measurement.words import plural
 
 CONFIDENCE = 0.95
 RESAMPLES = 2**14
@@ -23,12 +30,19 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean over `n` seeds, with its 95 % Student-t interval; `low` and `high` are None for a single seed."""
+    """Mean over `n` seeds, with its 95 % Student-t interval; `low` and `high` are None where there is none."""
 
     mean: float
     low: float | None
     high: float | None
     n: int
+
+    @property
+    def without(self) -> str:
+        """Why there is no interval; empty where there is one."""
+        if self.low is not None:
+            return ""
+        return "one seed" if self.n == 1 else f"the same in all {plural(self.n, 'seed')}"
 
 
 @dataclass(frozen=True)
@@ -58,11 +72,16 @@ def student_t(freedom: float) -> float:
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
-def interval(values: Sequence[float]) -> Interval:
+Bounds = tuple[float, float]
+SHARE: Bounds = (0.0, 1.0)
+
+
+def interval(values: Sequence[float], bounds: Bounds | None = None) -> Interval:
     """The mean of `values` (one a seed) and its Student-t interval, standard deviation with n-1.
 
-    One value has no interval, and equal ones (but for rounding) have none either: an interval without width would claim that
-    the next seed must come out the same. Raises ValueError for no values.
+    `bounds`: what the numbers lie between by their meaning; the interval is then taken on the logit scale of the mean, unless a
+    number lies outside of them. One value has no interval, and equal ones (but for rounding) have none either: an interval
+    without width would claim that the next seed must come out the same. Raises ValueError for no values.
     """
     n = len(values)
     if not n:
@@ -72,7 +91,21 @@ def interval(values: Sequence[float]) -> Interval:
         return Interval(mean, None, None, n)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
     reach = student_t(n - 1) * spread
-    return Interval(mean, mean - reach, mean + reach, n)
+    if bounds is None or not (bounds[0] <= min(values) and max(values) <= bounds[1]):
+        return Interval(mean, mean - reach, mean + reach, n)
+    width = bounds[1] - bounds[0]
+    share = (mean - bounds[0]) / width
+    reach /= width * share * (1 - share)
+    low, high = (float(bounds[0] + width * expit(logit(share) + step)) for step in (-reach, reach))
+    return Interval(mean, low, high, n)
+
+
+def cut(found: Interval, bounds: Bounds | None) -> Interval:
+    """The interval of a difference of two numbers with these bounds, cut at the largest difference that they can have."""
+    if bounds is None or found.low is None or found.high is None:
+        return found
+    width = bounds[1] - bounds[0]
+    return dataclasses.replace(found, low=max(found.low, -width), high=min(found.high, width))
 
 
 def geometric_interval(values: Sequence[float]) -> Interval:
@@ -98,10 +131,12 @@ def interquartile_mean(values: Sequence[float]) -> float | None:
     return float(stats.trim_mean(np.asarray(values, dtype=np.float64), 0.25)) if len(values) >= 4 else None
 
 
-def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Interval | None:
+def paired_difference(
+    values: Mapping[int, float], baseline: Mapping[int, float], bounds: Bounds | None = None
+) -> Interval | None:
     """The mean difference to the baseline over the seeds that both have, with its interval; None without a common seed."""
     common = sorted(values.keys() & baseline.keys())
-    return interval([values[seed] - baseline[seed] for seed in common]) if common else None
+    return cut(interval([values[seed] - baseline[seed] for seed in common]), bounds) if common else None
 
 
 def sign_flip(differences: Sequence[float]) -> SignFlip | None:
@@ -124,7 +159,7 @@ def sign_flip(differences: Sequence[float]) -> SignFlip | None:
     return SignFlip(float(found.pvalue), 2 / 2**n, exact=True)
 
 
-def paired_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> PairedTest | None:
+def paired_test(values: Mapping[int, float], baseline: Mapping[int, float], bounds: Bounds | None = None) -> PairedTest | None:
     """Difference, interval, t-test and sign-flip test over the seeds that both have; None without a common seed.
 
     Equal differences (but for rounding), of 0 too, have no spread that a t-test could measure them by: their p is the
@@ -134,7 +169,7 @@ def paired_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> P
     if not common:
         return None
     differences = [values[seed] - baseline[seed] for seed in common]
-    found, flipped = interval(differences), sign_flip(differences)
+    found, flipped = cut(interval(differences), bounds), sign_flip(differences)
     if flipped is None:
         return PairedTest(found, None, None)
     if max(differences) - min(differences) <= _ROUNDING * max(map(abs, differences)):

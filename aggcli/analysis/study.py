@@ -4,25 +4,44 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from aggcli.analysis.divergence import Diverged, diverged_of, in_words, unfinished
+import numpy as np
+
+from aggcli.analysis.comparison import Comparison, compare
+from aggcli.analysis.divergence import Diverged, collapsed_in_words, diverged_of, in_words, unfinished
+from aggcli.analysis.efficiency import MOST_FITS, EfficiencyPair, FittedRun, ModeCurve, efficiency, fit_runs, mode_curves
 from aggcli.analysis.evaluations import evaluations_of
-from aggcli.analysis.histories import History
-from aggcli.analysis.outcomes import Comparison, compare
+from aggcli.analysis.histories import AXES, History, shared_seconds
+from aggcli.analysis.outcomes import WINDOW
 from aggcli.analysis.recorded import compare_recorded, on_recorded_rollouts, recorded_verdict
-from aggcli.analysis.run_figures import WINDOW
-from aggcli.analysis.settings import labelled, without_duplicates
-from aggcli.analysis.verdict import Verdict, verdict
+from aggcli.analysis.settings import SettingDifference, differences, labelled, warnings, without_duplicates
+from aggcli.analysis.units import one_length_unit
+from aggcli.analysis.verdict import Verdict, verdict, with_verdict_p
 from aggcli.measurement.words import plural
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The fitted curves of the compared runs, `measure` against compute in `unit`; empty where none were fitted."""
+
+    fitted: tuple[FittedRun, ...] = ()
+    ratios: tuple[EfficiencyPair, ...] = ()
+    unit: str = AXES["tokens"]
+    measure: str = "accuracy"
+
+    @property
+    def of_modes(self) -> dict[str, ModeCurve]:
+        """Label -> A, B and C_mid over its seeds."""
+        return mode_curves(self.fitted, self.measure)
 
 
 @dataclass(frozen=True)
 class Study:
     """`runs`: those that are compared, labelled by arm, each arm and seed once; `recorded`: whether their rollouts were
     recorded before them, so that no mode can be ahead of another; `diverged`: which of them trained no further, which the
-    verdict says first.
+    verdict says first; `differing`: settings and versions that are not the same in all of them, of which it warns.
     """
 
     runs: tuple[History, ...]
@@ -31,6 +50,8 @@ class Study:
     verdict: Verdict
     notes: tuple[str, ...]
     diverged: tuple[Diverged, ...] = ()
+    differing: tuple[SettingDifference, ...] = ()
+    curves: Curves = field(default_factory=Curves)
 
 
 def compared_runs(read: Sequence[History]) -> tuple[list[History], bool, list[str]]:
@@ -53,26 +74,53 @@ def study(
     silent: Sequence[Path] = (),
     window: float = WINDOW,
     reach: float | None = None,
+    fit: bool | None = None,
+    axis: str = "tokens",
 ) -> Study:
     """Compare the runs that sampled their own rollouts; where none did, those on recorded rollouts, by what modes change there.
 
-    `silent`: directories of runs without a recorded step, which may have diverged; see `compared_runs` and `compare` for the
-    rest. Raises `SettingError` and `RecordError`.
+    `silent`: directories of runs without a recorded step, which may have diverged; `fit`: fit compute-performance curves
+    against `axis` (tokens, steps or seconds), by default for up to `MOST_FITS` runs; see `compared_runs` and `compare` for the
+    rest. Raises `SettingError`, and `RecordError` for runs whose lengths are in different units.
     """
     runs, recorded, notes = compared_runs(read)
+    unit = one_length_unit({run.directory: run.length_unit for run in runs})
     gone = tuple(diverged_of(runs, silent))
     notes += [one.text for one in gone]
     notes += unfinished(runs)
+    curves = Curves()
     if recorded:
         comparison = compare_recorded(runs, baseline)
-        found = _said_first(recorded_verdict(comparison, runs), runs, gone)
-        return Study(tuple(runs), True, comparison, found, tuple(notes), gone)
-    ends, missing = evaluations_of(runs)
-    comparison = compare(runs, baseline, window=window, reach=reach, ends=ends)
-    found = _said_first(verdict(comparison), runs, gone)
-    return Study(tuple(runs), False, comparison, found, (*notes, *missing, *comparison.notes), gone)
+        found = recorded_verdict(comparison, runs)
+        notes += ["--fit: the accuracy of recorded rollouts is no learning curve, so none is fitted"] if fit else []
+    else:
+        ends, missing = evaluations_of(runs)
+        comparison = replace(compare(runs, baseline, window=window, reach=reach, ends=ends), length_unit=unit)
+        curves, refused = _curves(runs, comparison.baseline, fit, axis)
+        found = verdict(comparison, curves.ratios)
+        comparison = with_verdict_p(comparison, found)
+        notes += [*missing, *comparison.notes, *refused]
+    differing = tuple(differences(runs))
+    collapsed = "" if recorded else collapsed_in_words(runs)
+    said = " ".join(filter(None, (in_words(gone, Counter(run.label for run in runs)), collapsed, found.headline)))
+    found = replace(found, headline=said, warnings=tuple(warnings(differing)))
+    return Study(tuple(runs), recorded, comparison, found, tuple(notes), gone, differing, curves)
 
 
-def _said_first(found: Verdict, runs: Sequence[History], gone: Sequence[Diverged]) -> Verdict:
-    said = in_words(gone, Counter(run.label for run in runs))
-    return replace(found, headline=f"{said} {found.headline}") if said else found
+def _curves(runs: Sequence[History], baseline: str, fit: bool | None, axis: str) -> tuple[Curves, list[str]]:
+    """The curves, and notes on those that are not fitted."""
+    if fit is False:
+        return Curves(), []
+    if fit is None and len(runs) > MOST_FITS:
+        return Curves(), [f"{len(runs)} runs: no curves are fitted to more than {MOST_FITS} unless --fit asks for it"]
+    measure = "accuracy" if any(np.isfinite(run.measures["accuracy"]).any() for run in runs) else "raw_reward"
+    fitted = fit_runs(runs, axis, measure)
+    found = Curves(tuple(fitted), tuple(efficiency(fitted, baseline, axis, measure)), AXES[axis], measure)
+    notes = [
+        f"{label}: no curve is fitted to {len(curve.refused)} of its runs ({curve.refused[0]}"
+        + (f"; {len(curve.refused) - 1} more not shown)" if len(curve.refused) > 1 else ")")
+        for label, curve in found.of_modes.items()
+        if curve.refused
+    ]
+    notes += shared_seconds(runs) if axis == "seconds" else []
+    return found, notes

@@ -138,6 +138,7 @@ class Stack:
             "settings": to_flat(config),
             "config": to_toml(config),
             "response_limit": self.setup.response_limit,
+            "length_unit": "tokens",
             "environment": records.environment(str(self.setup.device), torch.get_num_threads()),
             "ranks": world.size,
             "processes": self.processes,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from aggcli.analysis.tolerance import TOLERANCE
 from aggcli.cli.console import invocation, out, progress, say
 from aggcli.config import RunConfig, to_flat, to_toml, with_divisor
-from aggcli.errors import CheckFailed, ExitCode, SettingError, some
+from aggcli.errors import CheckFailed, ExitCode, RolloutError, SettingError, some
 from aggcli.measurement.words import plural
 from aggcli.rules import CUSTOM, Rule, names_of
 
@@ -129,7 +129,9 @@ def _prepare(request: Request, world: World) -> tuple[Replay, Sequence[RolloutBa
     config = request.config
     source = open_source(config.source, config.seed)
     batches = list(source) if len(source) == 1 else source
-    longest = config.max_response_length or max(int(batch.response_length_S.max()) for batch in batches)
+    seen = [(batch.length_unit, int(batch.response_length_S.max())) for batch in batches]
+    unit = _one_length_unit([unit for unit, _ in seen])
+    longest = config.max_response_length or max(length for _, length in seen)
     config = _with_divisor(config, request, longest)
     path = config.objective.custom_pg_loss_reducer_function_path
     reducer = load_reducer(path) if path else None
@@ -144,9 +146,18 @@ def _prepare(request: Request, world: World) -> tuple[Replay, Sequence[RolloutBa
         "modes": [*names_of(modes), *([CUSTOM.name] if path else [])],
         "divisor": config.objective.loss_aggregation_divisor,
         "max_response_length": longest,
+        "length_unit": unit,
         "settings": to_flat(config),
     }
     return Replay(config, modes, request.lenient, max(longest, 1), reducer, world), batches, head
+
+
+def _one_length_unit(units: Sequence[str]) -> str:
+    """The unit of all steps. Raises `RolloutError` where they differ: no mean could be of both."""
+    if len(set(units)) > 1:
+        told = "; ".join(f"{unit}: {plural(units.count(unit), 'step')}" for unit in dict.fromkeys(units))
+        raise RolloutError(f"--rollouts: lengths are in different units ({told}); give those of one unit, or --tokenizer")
+    return units[0]
 
 
 def _with_divisor(config: RunConfig, request: Request, longest: int) -> RunConfig:

@@ -15,9 +15,6 @@ from aggcli.cli.console import out, say
 from aggcli.errors import ExitCode, SettingError, nearest
 
 if TYPE_CHECKING:
-    from aggcli.analysis.efficiency import EfficiencyPair, ModeCurve
-    from aggcli.analysis.histories import History
-    from aggcli.analysis.settings import SettingDifference
     from aggcli.analysis.study import Study
     from aggcli.report.comparison_rows import Row
 
@@ -40,34 +37,23 @@ def compare_results(
     """Print table, verdict and notes of the runs in these results directories; returns the exit code.
 
     baseline: mode that the others are paired with, default the first. format: one of `FORMATS`; data goes to stdout, notes (and
-    for csv the verdict) to stderr. precision: significant digits of tables (json and csv are in full). sort_by: figure by which
-    the modes are sorted, best first. only_changed: only figures whose means differ. reach: accuracy of the row "tokens to
-    accuracy"; default nine tenths of the baseline's own way. window: share of the common range, at its end, that figures are
-    means of; 0 is the last step alone. fit: fit compute-performance curves against `axis` (tokens, steps or seconds); default
-    for up to `efficiency.MOST_FITS` runs. Raises `SettingError` and `RecordError`.
+    for csv the verdict) to stderr. precision: significant digits of tables (json and csv are in full). sort_by: outcome by
+    which the modes are sorted, best first. only_changed: only outcomes whose means differ. reach: accuracy of the row "tokens
+    to accuracy"; default nine tenths of the baseline's own way. window: share of the common range, at its end, that outcomes
+    are means of; 0 is the last step alone. fit: fit compute-performance curves against `axis` (tokens, steps or seconds);
+    default for up to `efficiency.MOST_FITS` runs. Raises `SettingError` and `RecordError`.
     """
     _check(format, precision, reach, window, axis)
-    from aggcli.analysis.efficiency import MOST_FITS
-    from aggcli.analysis.histories import read_histories, shared_seconds, without_steps
-    from aggcli.analysis.settings import differences, warnings
+    from aggcli.analysis.histories import read_histories, without_steps
     from aggcli.analysis.study import study
     from aggcli.report.comparison_rows import curve_rows, rows_of
 
     read, notes = read_histories(directories)
-    found = study(read, baseline, silent=without_steps(directories, read), window=window, reach=reach)
-    differing = differences(found.runs)
-    notes = [*warnings(differing), *notes, *found.notes]
+    silent = without_steps(directories, read)
+    found = study(read, baseline, silent=silent, window=window, reach=reach, fit=fit, axis=axis)
     rows = rows_of(found.comparison, precision, sort_by, only_changed=only_changed)
-    if found.recorded:
-        notes += ["--fit: the accuracy of recorded rollouts is no learning curve, so none is fitted"] if fit else []
-    elif fit or (fit is None and len(found.runs) <= MOST_FITS):
-        curves, pairs, unit = _fitted(found.runs, found.comparison.baseline, axis)
-        rows += curve_rows(curves, pairs, unit)
-        notes += _refusals(curves)
-        notes += shared_seconds(found.runs) if axis == "seconds" else []
-    elif fit is None:
-        notes.append(f"{len(found.runs)} runs: no curves are fitted to more than {MOST_FITS} unless --fit asks for it")
-    _print(format, precision, rows, found, differing, notes, reach)
+    rows += curve_rows(found.curves)
+    _print(format, precision, rows, found, [*notes, *found.notes], reach)
     return ExitCode.DONE
 
 
@@ -84,32 +70,11 @@ def _check(format: str, precision: int, reach: float | None, window: float, axis
         raise SettingError(f"--axis {axis}: is not known{nearest(axis, ('tokens', 'steps', 'seconds'))}")
 
 
-def _fitted(runs: Sequence[History], baseline: str, axis: str) -> tuple[dict[str, ModeCurve], list[EfficiencyPair], str]:
-    import numpy as np
-
-    from aggcli.analysis.efficiency import efficiency, fit_runs, mode_curves
-    from aggcli.analysis.histories import AXES
-
-    measure = "accuracy" if any(np.isfinite(run.measures["accuracy"]).any() for run in runs) else "raw_reward"
-    fitted = fit_runs(runs, axis, measure)
-    return mode_curves(fitted), efficiency(fitted, baseline, axis, measure), AXES[axis]
-
-
-def _refusals(curves: dict[str, ModeCurve]) -> list[str]:
-    """One note a mode: how many of its curves were refused, and the first reason."""
-    return [
-        f"{label}: no curve is fitted to {len(curve.refused)} of its runs ({curve.refused[0]})"
-        for label, curve in curves.items()
-        if curve.refused
-    ]
-
-
 def _print(
     format: str,
     precision: int,
     rows: Sequence[Row],
     found: Study,
-    differing: Sequence[SettingDifference],
     notes: Sequence[str],
     reach: float | None,
 ) -> None:
@@ -118,7 +83,7 @@ def _print(
     from aggcli.report import verdict_formats as verdicts
 
     if format == "json":
-        print(to_json({"schema": SCHEMA, **_json(rows, found, differing, notes)}))
+        print(to_json({"schema": SCHEMA, **_json(rows, found, notes)}))
         return
     below = tables.recorded_caption(rows)
     if not found.recorded:
@@ -142,7 +107,7 @@ def _print(
         say(note)
 
 
-def _json(rows: Sequence[Row], found: Study, differing: Sequence[SettingDifference], notes: Sequence[str]) -> dict[str, Any]:
+def _json(rows: Sequence[Row], found: Study, notes: Sequence[str]) -> dict[str, Any]:
     from aggcli.report.comparison_tables import json_rows
     from aggcli.report.verdict_formats import verdict_json
 
@@ -150,9 +115,10 @@ def _json(rows: Sequence[Row], found: Study, differing: Sequence[SettingDifferen
         "baseline": found.comparison.baseline,
         "modes": list(found.comparison.labels),
         "verdict": verdict_json(found.verdict),
-        "figures": json_rows(rows),
+        "outcomes": json_rows(rows),
+        "length_unit": found.comparison.length_unit,
         "reach": found.comparison.reach,
         "diverged": [{"mode": one.label, "seed": one.seed, "step": one.step, "text": one.text} for one in found.diverged],
-        "differing_settings": [{**asdict(one), "values": dict(one.values)} for one in differing],
+        "differing_settings": [{**asdict(one), "values": dict(one.values)} for one in found.differing],
         "notes": list(notes),
     }

@@ -82,20 +82,19 @@ def diff(
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
     json: JsonOption = False,
 ) -> None:
-    """Say which settings and what of the environment differ between two results directories, with their final figures."""
-    from aggcli.analysis.directory_differences import differences, final_figures
+    """Say which settings and what of the environment differ between two results directories, with their final metrics."""
+    from aggcli.analysis.directory_differences import differences, final_metrics
 
     pair = (read_results(first), read_results(second))
     groups = differences(pair)
-    what, figures = final_figures(pair)
+    what, final = final_metrics(pair)
     if json:
         facts = [results.facts(results.directory.resolve().name) for results in pair]
-        final = {"what": what, "figures": figures}
-        print(to_json({"schema": SCHEMA, "a": facts[0], "b": facts[1], **groups, "final": final}))
+        print(to_json({"schema": SCHEMA, "a": facts[0], "b": facts[1], **groups, "final": {"what": what, "metrics": final}}))
         return
     from aggcli.report.directory_tables import difference_tables
 
-    _show(difference_tables(pair, groups, what, figures))
+    _show(difference_tables(pair, groups, what, final))
 
 
 def _show(tables: Iterable[Table]) -> None:
@@ -184,7 +183,7 @@ def schema(
     """Print every field of the files in a results directory: type, unit, what it is over, and meaning."""
     if format not in ("md", "json"):
         raise SettingError(f"--format {format}: must be md or json{nearest(format, ('md', 'json'))}")
-    from aggcli.report.schema import json_schema, markdown
+    from aggcli.analysis.schema import json_schema, markdown
 
     print(
         to_json(json_schema(), indent=2) if json or format == "json" else markdown(),

@@ -45,11 +45,16 @@ def say_before(
     gap = predicted_gap(setup, request.modes, request.seeds[0])
     say(
         f"before training: accuracy {gap.start.accuracy:.3f}, response length {gap.start.response_length:.1f} tokens"
-        f" (standard deviation {gap.start.response_length_std:.1f}); weight on the longest quarter of responses: "
-        + ", ".join(f"{mode} {share:.2f}" for mode, share in gap.shares.items())
+        f" (standard deviation {gap.start.response_length_std:.1f}){_on_the_longest(gap.shares)}"
     )
     if gap.start.response_length_std == 0:
         say("every response has the same length, so the modes cannot differ on this task")
+
+
+def _on_the_longest(shares: Mapping[str, float]) -> str:
+    """Empty where no mode has a share that can be foretold, as frameworks' rules have none."""
+    told = ", ".join(f"{mode} {share:.2f}" for mode, share in shares.items())
+    return f"; weight on the longest quarter of responses: {told}" if told else ""
 
 
 def _varying(rules: Sequence[Rule]) -> dict[str, list[str]]:
@@ -64,7 +69,7 @@ def _varying(rules: Sequence[Rule]) -> dict[str, list[str]]:
 def summary_of(setup: Setup, runs: Sequence[RunSpec], outcomes: Sequence[Outcome], directory: Path) -> dict[str, Any]:
     """Final figures on fresh prompts; on recorded rollouts, which have no fresh prompts, the numbers of the last step."""
     from aggcli import records
-    from aggcli.analysis.comparison import final_summary, last_step_summary
+    from aggcli.analysis.final import final_summary, last_step_summary
 
     names = [(run.name, run.mode, run.seed) for run in runs]
     if setup.task is not None:
@@ -82,6 +87,7 @@ def finish(
     directory: Path,
 ) -> int:
     """Print and draw the final figures. Raises `CheckFailed` where a layout changed a number or a run diverged."""
+    from aggcli.analysis.divergence import is_collapsed
     from aggcli.records import to_json
     from aggcli.report.training_tables import last_step_table, training_table
 
@@ -96,6 +102,13 @@ def finish(
         one = "step of a run had only groups of equal rewards: it carries no signal and changes nothing"
         several = "steps of runs had only groups of equal rewards: they carry no signal and change nothing"
         say(plural(silent_steps, one, several))
+    final = {name: found for outcome in outcomes for name, found in outcome.final.items()}
+    for run in (run for run in runs if run.name in final):
+        if is_collapsed(final[run.name]["accuracy"], final[run.name]["response_length"], setup.response_limit):
+            say(
+                f"{run.mode}, seed {run.seed}: accuracy 0 and every response at the limit of {setup.response_limit} tokens on"
+                " fresh prompts: collapsed, or nothing was ever learned"
+            )
     say(f"recorded in {directory}")
     _check_layouts(request, outcomes)
     diverged = [text for outcome in outcomes for text in outcome.diverged]

@@ -96,7 +96,7 @@ def _mark_lines(axes: Axes, looks: Sequence[Look]) -> None:
 
 
 def _frame(axes: Axes, tokens: float) -> None:
-    axes.set_xlabel("response tokens trained on before the step [tokens, masked-out ones included]")
+    axes.set_xlabel("response tokens trained on before the step [tokens, untrained ones included]")
     axes.set_ylabel("accuracy [share of scored rollouts]")
     if tokens > 0:
         axes.set_xlim(left=-0.01 * tokens)

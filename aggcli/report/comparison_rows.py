@@ -1,29 +1,29 @@
-"""Compared results as rows: one figure of one mode each, whatever the format that they are printed in."""
+"""Compared results as rows: one outcome of one mode each, whatever the format that they are printed in."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from aggcli.analysis.efficiency import EfficiencyPair, ModeCurve
-from aggcli.analysis.outcomes import Comparison, Outcome
-from aggcli.analysis.run_figures import Common
+from aggcli.analysis.comparison import Comparison, Estimate
+from aggcli.analysis.outcomes import Common
 from aggcli.analysis.statistics import Interval, standard_deviation
+from aggcli.analysis.study import Curves
 from aggcli.errors import SettingError, nearest
 from aggcli.measurement.words import plural
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of one mode. Numbers are as they were computed; None where there is nothing, or a single seed.
+    """One outcome of one mode. Numbers are as they were computed; None where there is nothing, or a single seed.
 
     `mean` is of all of the arm's seeds, `where` its own runs are equal; `difference` is `pair_mean` - `baseline_pair_mean`, of
     the `pairs` seeds that both arms have, `compared_where` the pair's runs are equal. `std`: of the seeds' numbers, with n-1,
-    also where mean and interval are those of their logarithms.
+    also where mean and interval are those of their logarithms. `no_...`: why there is none; empty where there is one, and for
+    the difference of the baseline to itself.
     """
 
-    figure: str
+    outcome: str
     head: str
     unit: str
     better: str | None
@@ -51,13 +51,16 @@ class Row:
     sign_flip_floor: float | None = None
     sign_flip_exact: bool | None = None
     sign_flip_p_holm: float | None = None
+    no_interval: str = ""
+    no_difference: str = ""
+    no_difference_interval: str = ""
 
 
 def rows_of(comparison: Comparison, precision: int = 4, sort_by: str | None = None, *, only_changed: bool = False) -> list[Row]:
-    """The comparison, a row per figure and mode, the baseline first or the best by figure `sort_by` first.
+    """The comparison, a row per outcome and mode, the baseline first or the best by outcome `sort_by` first.
 
-    `only_changed` keeps the figures whose means differ between modes at this precision. Raises `SettingError` for an unknown
-    figure.
+    `only_changed` keeps the outcomes whose means differ between modes at this precision. Raises `SettingError` for an unknown
+    outcome.
     """
     order = _order(comparison, sort_by)
     rows = []
@@ -68,23 +71,28 @@ def rows_of(comparison: Comparison, precision: int = 4, sort_by: str | None = No
     return rows
 
 
-def curve_rows(curves: Mapping[str, ModeCurve], pairs: Sequence[EfficiencyPair], axis_unit: str) -> list[Row]:
+def curve_rows(curves: Curves) -> list[Row]:
     """The fitted curves: A, B and C_mid of each mode over the seeds that have bent, and B under the pair's common A."""
     rows = []
+    axis_unit, share = curves.unit, curves.measure == "accuracy"
     heads = (
-        ("curve/asymptote", "asymptote A of the fitted curve", "share", "higher"),
+        ("curve/asymptote", "asymptote A of the fitted curve", "share" if share else "reward", "higher"),
         ("curve/exponent", "efficiency exponent B", "", "higher"),
         ("curve/midpoint", f"{axis_unit} to half of the gain, C_mid", axis_unit, "lower"),
     )
     for name, head, unit, better in heads:
-        for label, curve in curves.items():
+        for label, curve in curves.of_modes.items():
             found: Interval | None = getattr(curve, name.removeprefix("curve/"))
             std = standard_deviation(curve.values.get(name.removeprefix("curve/"), ()))
             if found is not None:
+                beyond = sum(value > 1 for value in curve.values["asymptote"]) if share and name == "curve/asymptote" else 0
                 seeds = found.n + len(curve.refused)
-                where = f"bent in {found.n} of {plural(seeds, 'seed')}" if curve.refused else ""
-                rows.append(Row(name, head, unit, better, where, label, found.n, found.mean, std, found.low, found.high, None))
-    for pair in pairs:
+                said = [f"bent in {found.n} of {plural(seeds, 'seed')}"] if curve.refused else []
+                said += [f"fitted above 1 in {plural(beyond, 'seed')}"] if beyond else []
+                where = ", ".join(said)
+                own = (label, found.n, found.mean, std, found.low, found.high, None)
+                rows.append(Row(name, head, unit, better, where, *own, no_interval=found.without))
+    for pair in curves.ratios:
         found, flip = pair.ratio, pair.test.sign_flip
         mine, theirs = (pair.exponents[label] for label in (pair.label, pair.baseline))
         rows.append(
@@ -106,6 +114,7 @@ def curve_rows(curves: Mapping[str, ModeCurve], pairs: Sequence[EfficiencyPair],
                 sign_flip_p=flip and flip.p,
                 sign_flip_floor=flip and flip.floor,
                 sign_flip_exact=flip and flip.exact,
+                no_interval=found.without,
             )
         )
     return rows
@@ -122,14 +131,13 @@ def number(value: float, precision: int) -> str:
 # -- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _row(comparison: Comparison, name: str, outcome: Outcome) -> Row:
-    figure = comparison.figures[name]
-    head = figure.head if name != "tokens_to_accuracy" else f"tokens to accuracy {comparison.reach:g}"
+def _row(comparison: Comparison, name: str, outcome: Estimate) -> Row:
+    defined = comparison.defined[name]
     base = Row(
         name,
-        head,
-        figure.unit,
-        figure.better,
+        comparison.named(name),
+        defined.unit,
+        defined.better,
         _where(name, outcome.common),
         outcome.label,
         len(outcome.values),
@@ -138,6 +146,8 @@ def _row(comparison: Comparison, name: str, outcome: Outcome) -> Row:
         outcome.low,
         outcome.high,
         outcome.interquartile_mean,
+        no_interval=outcome.without,
+        no_difference=outcome.unpaired,
     )
     if outcome.pair is None:
         return base
@@ -162,17 +172,18 @@ def _row(comparison: Comparison, name: str, outcome: Outcome) -> Row:
             "sign_flip_floor": flip and flip.floor,
             "sign_flip_exact": flip and flip.exact,
             "sign_flip_p_holm": outcome.pair.sign_flip_holm,
+            "no_difference_interval": test.difference.without,
         }
     )
 
 
-def _where(figure: str, common: Common | None) -> str:
+def _where(outcome: str, common: Common | None) -> str:
     if common is None:
         return ""
     if common.axis == "tokens":
         between = f"mean from {common.start:,.0f} to {common.end:,.0f} tokens"
         return between if common.start < common.end else f"at {common.end:,.0f} tokens"
-    if figure == "tokens":
+    if outcome == "tokens":
         return f"step {common.end:g}"
     if common.axis == "end":
         return f"after step {common.end:g}"
@@ -185,5 +196,5 @@ def _order(comparison: Comparison, sort_by: str | None) -> list[str]:
     if sort_by not in comparison.outcomes:
         raise SettingError(f"--sort-by {sort_by}: is not in the table{nearest(sort_by, comparison.outcomes)}")
     outcomes = comparison.outcomes[sort_by]
-    sign = 1 if comparison.figures[sort_by].better == "lower" else -1
+    sign = 1 if comparison.defined[sort_by].better == "lower" else -1
     return sorted(comparison.labels, key=lambda label: sign * outcomes[label].mean if label in outcomes else math.inf)

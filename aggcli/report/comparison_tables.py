@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import pandas as pd
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +17,7 @@ from rich.text import Text
 from aggcli.analysis.statistics import RESAMPLES
 from aggcli.measurement.words import listed, plural
 from aggcli.report.comparison_rows import Row, number
+from aggcli.report.escapes import in_csv, in_latex, in_markdown, visible
 
 WIDTH = 80
 ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
@@ -26,9 +27,9 @@ ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
 
 
 def text_table(rows: Sequence[Row], precision: int, below: str) -> Text:
-    """For the terminal: a block a figure, a line a mode, and under it the paired difference with what speaks for it."""
+    """For the terminal: a block an outcome, a line a mode, and under it the paired difference with what speaks for it."""
     lines: list[tuple[str, str]] = []
-    for own in figures_of(rows).values():
+    for own in by_outcome(rows).values():
         together = len({row.where for row in own}) == 1
         lines += [("", ""), *((line, "bold") for line in _folded(_headline(own[0], own[0].where if together else ""), WIDTH))]
         lines += [(line, "") for row in own for line in _cells(row, own, precision, "" if together else row.where)]
@@ -40,7 +41,7 @@ def text_table(rows: Sequence[Row], precision: int, below: str) -> Text:
 
 
 def fit_side_by_side(rows: Sequence[Row], precision: int) -> bool:
-    """Whether `side_by_side` has room for every mode and number unbroken, and for a third of a line of the figures' heads."""
+    """Whether `side_by_side` has room for every mode and number unbroken, and for a third of a line of the outcomes' heads."""
     own = {row.mode: 0 for row in rows}
     for row in rows:
         own[row.mode] = max(own[row.mode], len(row.mode), *map(len, _stacked(row, precision).splitlines()))
@@ -48,35 +49,33 @@ def fit_side_by_side(rows: Sequence[Row], precision: int) -> bool:
 
 
 def side_by_side(rows: Sequence[Row], precision: int, below: str) -> Table:
-    """For the terminal: figures down, modes across, for rows without pairs; the intervals of several seeds under the means."""
+    """For the terminal: outcomes down, modes across, for rows without pairs; the intervals of several seeds under the means."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), caption=Text(below), caption_justify="left")
     modes = list(dict.fromkeys(row.mode for row in rows))
     wheres = dict.fromkeys(row.where for row in rows)
     table.add_column(Text("; ".join(wheres)), overflow="fold")
     for mode in modes:
         table.add_column(Text(mode), justify="right", overflow="fold")
-    for own in figures_of(rows).values():
+    for own in by_outcome(rows).values():
         of_mode = {row.mode: row for row in own}
         table.add_row(Text(own[0].head), *(_stacked(of_mode.get(mode), precision) for mode in modes))
     return table
 
 
-def figures_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by their figure, in the order of first appearance."""
+def by_outcome(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by their outcome, in the order of first appearance."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row.figure, []).append(row)
+        found.setdefault(row.outcome, []).append(row)
     return found
 
 
 def csv_text(rows: Sequence[Row]) -> str:
     """Comma-separated values with a header and every number in full; an empty cell where there is none."""
-    buffer = io.StringIO()
     names = [name for name in Row.__dataclass_fields__ if name not in ("head", "where", "compared_where")]
-    writer = csv.DictWriter(buffer, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(vars(row) for row in rows)
-    return buffer.getvalue()
+    columns = {name: [getattr(row, name) for row in rows] for name in names}
+    frame = pd.DataFrame({name: pd.Series(cells, dtype=object) for name, cells in columns.items()})
+    return frame.map(lambda cell: in_csv(cell) if isinstance(cell, str) else cell).to_csv(index=False, lineterminator="\n")
 
 
 def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -86,24 +85,26 @@ def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def markdown_table(rows: Sequence[Row], precision: int, below: str) -> str:
     """A Markdown table, and `below` it a caption."""
-    lines = ["| " + " | ".join(_HEADS) + " |", "|" + "|".join(["---"] * 2 + ["---:"] * (len(_HEADS) - 2)) + "|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in _flat(row, rows, precision)) + " |" for row in rows]
-    return "\n".join([*lines, "", below])
+    cells = [_HEADS, ["---"] * 2 + ["---:"] * (len(_HEADS) - 2)]
+    cells += [list(map(in_markdown, _flat(row, rows, precision))) for row in rows]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in cells), "", in_markdown(below)])
 
 
 def latex_table(rows: Sequence[Row], precision: int, below: str) -> str:
     """A LaTeX tabular, without packages, and `below` it a caption as a comment."""
-    lines = [r"\begin{tabular}{ll" + "r" * (len(_HEADS) - 2) + "}", r"\hline"]
-    lines += [" & ".join(map(_latex, _HEADS)) + r" \\", r"\hline"]
-    lines += [" & ".join(_latex(cell) for cell in _flat(row, rows, precision)) + r" \\" for row in rows]
-    return "\n".join([*lines, r"\hline", r"\end{tabular}", f"% {below}"])
+    flat = [list(map(in_latex, _flat(row, rows, precision))) for row in rows]
+    frame = pd.DataFrame(flat, columns=pd.Index(list(map(in_latex, _HEADS))))
+    drawn = frame.style.hide(axis="index").to_latex(column_format="ll" + "r" * (len(_HEADS) - 2), hrules=True)
+    lined = re.sub(r"\\(top|mid|bottom)rule", r"\\hline", drawn)
+    return f"{lined}% {visible(below)}"
 
 
 def recorded_caption(rows: Sequence[Row]) -> str:
     """How to read the numbers of recorded rollouts, which are not left to chance and so not tested."""
     if all(row.n == 1 for row in rows):
         return "Means over the steps; they are of these rollouts, so there is no interval and no test."
-    return "Means over the steps [95 % Student-t interval over seeds]; they are of these rollouts, so there is no test."
+    said = "Means over the steps [95 % Student-t interval over seeds]; they are of these rollouts, so there is no test."
+    return " ".join([said, *_bounded(rows)])
 
 
 def caption(
@@ -115,12 +116,13 @@ def caption(
     own_means = [_OWN_MEANS] if any(_has_own_means(row, rows, precision) for row in rows) else []
     if all(row.n == 1 for row in rows):
         return " ".join(["One seed: no interval.", *own_means, *_level(rows, reach)])
-    said = ["Mean [95 % Student-t interval over seeds]; differences are paired by seed.", *_logarithmic(rows), *own_means]
+    said = ["Mean [95 % Student-t interval over seeds]; differences are paired by seed."]
+    said += [*_bounded(rows), *_logarithmic(rows), *own_means]
     tested = [row for row in rows if row.p_holm is not None]
     if tested:
-        pairs = max(Counter(row.figure for row in tested).values())
-        by = f"corrected by Holm over the {pairs} pairs of a figure" if pairs > 1 else "one pair a figure, nothing to correct"
-        verdict = f" (in the verdict over its {verdict_pairs})" if verdict_pairs > 1 else ""
+        pairs = max(Counter(row.outcome for row in tested).values())
+        by = f"corrected by Holm over the {pairs} pairs of an outcome" if pairs > 1 else "one pair an outcome, not corrected"
+        verdict = f" (over the {verdict_pairs} pairs of the verdict where an outcome is in it)" if verdict_pairs > 1 else ""
         said += [f"p: paired t-test, {by}{verdict}.", _sign_flip(tested)]
         if any(row.difference is not None and row.difference_low is None for row in tested):
             said.append("A difference that is the same in all seeds has no interval, and its p is the sign-flip's.")
@@ -131,7 +133,7 @@ def caption(
 
 # -- parts ----------------------------------------------------------------------------------------------------------
 
-_HEADS = ("figure", "mode", "n", "mean", "95 % interval", "difference", "95 % interval", "p (Holm)", "sign-flip p (floor)")
+_HEADS = ("outcome", "mode", "n", "mean", "95 % interval", "difference", "95 % interval", "p (Holm)", "sign-flip p (floor)")
 
 
 _OWN_MEANS = (
@@ -142,9 +144,20 @@ _OWN_MEANS = (
 _OF_LOGARITHMS = {"curve/exponent": "B", "curve/midpoint": "C_mid", "curve/exponent_ratio": "the ratio of B"}
 
 
+def _bounded(rows: Sequence[Row]) -> list[str]:
+    """How the intervals of numbers with bounds stay inside them."""
+    own = [row for row in rows if row.unit == "share" or row.outcome == "gradient_cosine"]
+    said = []
+    if any(row.low is not None for row in own):
+        said.append("Of shares and cosines: interval on the logit scale of the mean, so that it stays within their bounds.")
+    if any(row.difference_low is not None for row in own):
+        said.append("Intervals of differences of shares are cut at -1 and 1.")
+    return said
+
+
 def _logarithmic(rows: Sequence[Row]) -> list[str]:
     """What is averaged as logarithms."""
-    shown = [name for figure, name in _OF_LOGARITHMS.items() if any(row.figure == figure for row in rows)]
+    shown = [name for outcome, name in _OF_LOGARITHMS.items() if any(row.outcome == outcome for row in rows)]
     if not shown:
         return []
     return [f"Of {listed(shown)}: geometric mean, and interval on the log scale."]
@@ -152,7 +165,7 @@ def _logarithmic(rows: Sequence[Row]) -> list[str]:
 
 def _level(rows: Sequence[Row], reach: float | None) -> list[str]:
     """Where the accuracy of `tokens to accuracy` comes from."""
-    level = next((row.head.split()[-1] for row in rows if row.figure == "tokens_to_accuracy"), None)
+    level = next((row.head.split()[-1] for row in rows if row.outcome == "tokens_to_accuracy"), None)
     if level is None:
         return []
     if reach is not None:
@@ -164,7 +177,7 @@ def _has_own_means(row: Row, rows: Sequence[Row], precision: int) -> bool:
     """Whether the means of the pair are, as printed, others than those of its two arms."""
     if row.pair_mean is None or row.baseline_pair_mean is None:
         return False
-    base = next((one.mean for one in rows if (one.figure, one.mode) == (row.figure, row.baseline)), math.nan)
+    base = next((one.mean for one in rows if (one.outcome, one.mode) == (row.outcome, row.baseline)), math.nan)
     printed = [(row.pair_mean, row.mean), (row.baseline_pair_mean, base)]
     return any(number(own, precision) != number(arm, precision) for own, arm in printed)
 
@@ -195,23 +208,12 @@ def _flat(row: Row, rows: Sequence[Row], precision: int) -> list[str]:
         row.mode,
         str(row.n),
         number(row.mean, precision),
-        _bounds(row.low, row.high, precision),
-        "" if row.difference is None else _signed(row.difference, precision) + means,
+        _bounds(row.low, row.high, precision) or row.no_interval,
+        row.no_difference if row.difference is None else _signed(row.difference, precision) + means,
         _difference_bounds(row, precision),
         p_value(row.p_holm),
         "" if row.sign_flip_floor is None else f"{p_value(row.sign_flip_p)} ({row.sign_flip_floor:.2g})",
     ]
-
-
-def _latex(text: str) -> str:
-    for plain, escaped in (
-        ("\\", r"\textbackslash "),
-        *((c, "\\" + c) for c in "&%$#_{}"),
-        ("↑", r"$\uparrow$"),
-        ("↓", r"$\downarrow$"),
-    ):
-        text = text.replace(plain, escaped)
-    return text.replace("<", "$<$").replace("≥", r"$\geq$")
 
 
 def _stacked(row: Row | None, precision: int) -> str:
@@ -228,7 +230,10 @@ def _cells(row: Row, rows: Sequence[Row], precision: int, where: str) -> list[st
         rest.append(f"IQM {number(middle, precision)}")
     if row.difference is None and row.p is not None:
         rest.append(_evidence(row))
-    lines = _line(label, number(row.mean, precision), _bounds(row.low, row.high, precision), [*rest, where])
+    same = "" if row.n == 1 else row.no_interval  # n = 1 is said beside it
+    lines = _line(label, number(row.mean, precision), _bounds(row.low, row.high, precision) or same, [*rest, where])
+    if row.no_difference:
+        lines += _folded(f"    {row.no_difference}", WIDTH)
     if row.difference is not None:
         bounds = _difference_bounds(row, precision)
         lines += _line(f"    minus {row.baseline}", _signed(row.difference, precision), bounds, [_evidence(row)])
@@ -263,7 +268,7 @@ def _line(label: str, mean: str, bounds: str, rest: Sequence[str]) -> list[str]:
 
 def _evidence(row: Row) -> str:
     if row.p_holm is None:
-        return "one seed: no test"
+        return "no test"
     flip = "" if row.sign_flip_floor is None else f", sign-flip {p_value(row.sign_flip_p)}"
     return f"p {p_value(row.p_holm)}{flip}"
 
@@ -286,10 +291,8 @@ def _bounds(low: float | None, high: float | None, precision: int, *, signed: bo
 
 
 def _difference_bounds(row: Row, precision: int) -> str:
-    """The interval of the difference; where it is the same in all seeds, how many these are."""
-    if row.difference is not None and row.difference_low is None and (row.pairs or 0) > 1:
-        return f"in all {row.pairs} seeds"
-    return _bounds(row.difference_low, row.difference_high, precision, signed=True)
+    """The interval of the difference, or why it has none."""
+    return _bounds(row.difference_low, row.difference_high, precision, signed=True) or row.no_difference_interval
 
 
 def _signed(value: float, precision: int) -> str:

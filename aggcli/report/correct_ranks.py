@@ -40,6 +40,7 @@ def correct_by_rank(frames: Frames, step: int | None = None) -> Figure:
             for column, name in enumerate(shown):
                 axes = cells[at * len(shown) + column]
                 _draw(axes, look, layouts, ranks, name, names)
+                axes.set_xlabel(style.metric_label(name, frames.length_unit))
                 over = style.folded(style.metric_over(name), 38)
                 heading = style.folded(text, 38)
                 axes.set_title(f"{heading}\n{over}" if column == 0 else over, fontsize=9.5)
@@ -114,7 +115,6 @@ def _draw(axes: Axes, look: Look, layouts: pd.DataFrame, ranks: pd.DataFrame, na
     counted = name == "correct/count"
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=counted, min_n_ticks=1))
     axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-    axes.set_xlabel(style.metric_label(name))
     if counted:
         high = max(1.0, axes.get_xlim()[1])
         axes.set_xlim(-0.03 * high, high)

@@ -15,6 +15,7 @@ from scipy.special import stdtrit
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.analysis.histories import History, with_labels
 from aggcli.analysis.statistics import CONFIDENCE
+from aggcli.analysis.units import in_length_unit
 from aggcli.measurement.catalogue import describe
 from aggcli.measurement.words import plural
 from aggcli.report import style
@@ -63,7 +64,7 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
                 text = look.shown + (f" = {shown_as[same[look.label]]}" if look.label in same else "")
                 _draw(axes, own, name, replace(look, shown=text), at, len(looks))
             axes.set_title(f"{name}\n{style.metric_over(name)}", fontsize=9.5)
-            axes.set_ylabel(describe(name).unit or "2-norm")
+            axes.set_ylabel(in_length_unit(describe(name).unit, frames.length_unit) or "2-norm")
             _fit_to_seeds(axes, numbers(metrics, name), log=name == "grad_norm")
             style.step_axis(axes, steps)
         style.legend_below(figure, panels[0], note=_reading(seeds, len(frames.runs) - len(drawn), same=bool(same)))

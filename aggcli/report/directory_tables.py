@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from aggcli.analysis.directories import Results
-from aggcli.measurement.catalogue import describe
+from aggcli.analysis.units import in_length_unit
+from aggcli.measurement.catalogue import METRICS, describe
 from aggcli.measurement.words import in_bytes, plural
 
 MOST_MODES = 4
@@ -76,15 +77,15 @@ def difference_tables(
     pair: tuple[Results, Results],
     groups: Mapping[str, Sequence[Mapping[str, Any]]],
     what: str,
-    figures: Sequence[Mapping[str, Any]],
+    final: Sequence[Mapping[str, Any]],
 ) -> Iterator[Table]:
-    """How two results directories differ: what `differences` and `final_figures` found."""
+    """How two results directories differ: what `differences` and `final_metrics` found."""
     yield _table(("results", ""), _rows(dict(zip("AB", (results.directory for results in pair), strict=True))))
     for key, title in _DIFFERING.items():
         rows = [(one["name"], _several(one["a"]), _several(one["b"])) for one in groups[key]]
         yield _table((title, "A", "B"), rows or [("nothing differs", "", "")])
-    rows = [(one["figure"], one["mode"] or "", _figure(one["a"]), _figure(one["b"])) for one in figures]
-    if rows and all(one["a"] == one["b"] for one in figures):
+    rows = [(_with_unit(one["metric"], pair), one["mode"] or "", _mean_and_n(one["a"]), _mean_and_n(one["b"])) for one in final]
+    if rows and all(one["a"] == one["b"] for one in final):
         rows = [("nothing differs", "", "", "")]
     yield _table((what, "mode", "A", "B"), rows, right=("A", "B"))
 
@@ -143,10 +144,10 @@ def _last_step(results: Results) -> Table:
     rows = []
     for name in dict.fromkeys(name for lines in of_mode.values() for line in lines for name in line):
         try:
-            unit = describe(name).unit
+            unit = in_length_unit(describe(name).unit, results.length_unit)
         except KeyError:
             continue  # a head field or a text
-        label = f"{name} ({unit})" if unit in ("tokens", "nats") else name
+        label = f"{name} ({unit})" if unit in ("nats", results.length_unit) else name
         rows.append((label, *(_mean([line.get(name) for line in lines]) for lines in of_mode.values())))
     return _table((f"step {last}" if recorded else "no step is recorded", *heads), rows, right=heads)
 
@@ -160,7 +161,15 @@ def _mean(values: Iterable[Any]) -> str:
     return f"{sum(numbers) / len(numbers):.6g}" + (f" (n={len(numbers)})" if len(numbers) < len(listed) else "")
 
 
-def _figure(found: Mapping[str, Any] | None) -> str:
+def _with_unit(metric: str, pair: tuple[Results, Results]) -> str:
+    """`response_length (tokens)`; where the two count lengths in different units, both."""
+    if metric not in METRICS or METRICS[metric].unit != "tokens":
+        return metric
+    units = [results.length_unit for results in pair]
+    return f"{metric} ({units[0] if units[0] == units[1] else f'A: {units[0]}, B: {units[1]}'})"
+
+
+def _mean_and_n(found: Mapping[str, Any] | None) -> str:
     return "" if found is None else f"{found['mean']:.6g}" + (f" (n={found['n']})" if found["n"] > 1 else "")
 
 

@@ -75,7 +75,7 @@ def _makers(frames: Frames, step: int | None, findings: Findings | None) -> dict
     if "rollout_step" in frames.metrics:
         found = findings or find(frames)
         if found.trained:
-            makers["accuracy_by_tokens"] = lambda: accuracy_by_tokens(found.trained, found.fitted)
+            makers["accuracy_by_tokens"] = lambda: accuracy_by_tokens(found.trained, found.curves.fitted)
         makers["learning_curves"] = lambda: learning_curves(frames, found.compared)
     else:
         makers["modes_over_steps"] = lambda: modes_over_steps(frames)
@@ -175,7 +175,7 @@ def modes_over_steps(frames: Frames) -> Figure:
             about = style.folded(describe(name).about.split(";")[0], 64)
             over = style.metric_over(name) + (f"; the same in all {len(looks)} runs" if same else "")
             axes.set_title(f"{about}\n{over}", fontsize=9.5)
-            axes.set_ylabel(style.metric_label(name))
+            axes.set_ylabel(style.metric_label(name, frames.length_unit))
             style.step_axis(axes, steps)
         style.legend_below(figure, cells[0])
         style.title(figure, f"Step by step: {plural(len(looks), 'run')}, steps {steps[0]} to {steps[-1]}")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from aggcli.analysis.efficiency import MOST_FITS, FittedRun, fit_runs, mode_curves
+from aggcli.analysis.comparison import Comparison
 from aggcli.analysis.frames import Frames
 from aggcli.analysis.histories import History, read_histories
-from aggcli.analysis.outcomes import Comparison
 from aggcli.analysis.settings import SettingDifference, differences, labelled, warnings
-from aggcli.analysis.study import study
+from aggcli.analysis.study import Curves, study
 from aggcli.analysis.verdict import Verdict
-from aggcli.report.base import first_reason
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Findings:
     runs: tuple[History, ...]
     compared: tuple[History, ...]
     trained: tuple[History, ...]
-    fitted: tuple[FittedRun, ...]
+    curves: Curves
     comparison: Comparison | None
     verdict: Verdict
     differing: tuple[SettingDifference, ...]
@@ -45,25 +42,14 @@ def find(frames: Frames) -> Findings:
     read, notes = read_histories([run.directory for run in frames.runs])
     by_directory = {run.directory: run for run in labelled(read)}
     found = study(read, silent=frames.silent)
-    trained = () if found.recorded else found.runs
     differing = differences([replace(run, label=by_directory[run.directory].label) for run in read])
-    fitted = fit_runs(trained) if 0 < len(trained) <= MOST_FITS else []
-    many = [f"{len(trained)} runs: no curves are fitted to more than {MOST_FITS}"] if len(trained) > MOST_FITS else []
     return Findings(
         runs=tuple(read),
         compared=found.runs,
-        trained=trained,
-        fitted=tuple(fitted),
+        trained=() if found.recorded else found.runs,
+        curves=found.curves,
         comparison=None if found.recorded else found.comparison,
-        verdict=found.verdict,
+        verdict=replace(found.verdict, warnings=tuple(warnings(differing))),
         differing=tuple(differing),
-        notes=(*warnings(differing), *notes, *found.notes, *many, *_refused(fitted)),
+        notes=(*notes, *found.notes),
     )
-
-
-def _refused(fitted: Sequence[FittedRun]) -> list[str]:
-    return [
-        f"{label}: no curve is fitted to {len(curve.refused)} of its runs ({first_reason(curve.refused)})"
-        for label, curve in mode_curves(fitted).items()
-        if curve.refused
-    ]

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from aggcli.analysis.efficiency import efficiency, mode_curves
 from aggcli.analysis.frames import Frames, numbers, rows
-from aggcli.analysis.histories import AXES
+from aggcli.analysis.units import in_length_unit
 from aggcli.measurement.catalogue import METRICS, describe
 from aggcli.measurement.words import plural
 from aggcli.report.comparison_rows import Row, curve_rows, number, rows_of
@@ -43,23 +42,21 @@ def run_table(frames: Frames, manifests: Mapping[str, Mapping[str, Any]]) -> Mar
                 str(run.directory),
             ]
         )
-    return table("The runs", ["run", "seed", "status", "optimizer steps", "response tokens", "directory"], body)
+    return table("The runs", ["run", "seed", "status", "optimizer steps", f"response {frames.length_unit}", "directory"], body)
 
 
 def comparison_table(findings: Findings) -> Markup:
-    """Every figure of every arm, with intervals, paired differences and what speaks for them; and the fitted curves."""
+    """Every outcome of every arm, with intervals, paired differences and what speaks for them; and the fitted curves."""
     if findings.comparison is None:
         return Markup()
     found = rows_of(findings.comparison, _PRECISION)
-    if findings.fitted:
-        pairs = efficiency(findings.fitted, findings.comparison.baseline)
-        found += curve_rows(mode_curves(findings.fitted), pairs, AXES["tokens"])
+    found += curve_rows(findings.curves)
     robust = any(row.interquartile_mean is not None for row in found)
-    heads = ["figure", "mode", "seeds", "mean", *(["IQM"] if robust else []), "difference", "p (Holm)", "sign-flip p"]
-    means = {(row.figure, row.mode): row.mean for row in found}
-    body = [_compared(row, means.get((row.figure, row.baseline or "")), robust=robust) for row in found]
+    heads = ["outcome", "mode", "seeds", "mean", *(["IQM"] if robust else []), "difference", "p (Holm)", "sign-flip p"]
+    means = {(row.outcome, row.mode): row.mean for row in found}
+    body = [_compared(row, means.get((row.outcome, row.baseline or "")), robust=robust) for row in found]
     said = caption(found, _PRECISION, verdict_pairs=findings.verdict.pairs, iqm=robust)
-    return table(f"The comparison. {said}", heads, body, [row.figure for row in found])
+    return table(f"The comparison. {said}", heads, body, [row.outcome for row in found])
 
 
 def _compared(row: Row, baseline: float | None, *, robust: bool) -> list[Cell]:
@@ -86,27 +83,27 @@ def _own_means(row: Row, baseline: float | None) -> str:
 
 
 def final_table(directory: str, final: Mapping[str, Any]) -> Markup:
-    """The figures that a trained comparison ended with, as its manifest has them. `directory`: to name it among several."""
+    """The metrics that a trained comparison ended with, as its manifest has them. `directory`: to name it among several."""
     body: list[list[Cell]] = []
     baseline = final.get("baseline")
-    for mode, figures in final["modes"].items():
-        for name, figure in figures.items():
-            if figure is not None:
-                less = figure.get("difference") or {}
+    for mode, metrics in final["modes"].items():
+        for name, metric in metrics.items():
+            if metric is not None:
+                less = metric.get("difference") or {}
                 unit = "share" if name == "accuracy" else METRICS[name].unit if name in METRICS else ""
                 body.append(
                     [
                         f"{name}, {unit}" if unit else name,
                         mode,
-                        Number(figure["n"], str(figure["n"])),
-                        _value(figure["mean"], figure["low"], figure["high"]),
+                        Number(metric["n"], str(metric["n"])),
+                        _value(metric["mean"], metric["low"], metric["high"]),
                         _difference(less.get("mean"), less.get("low"), less.get("high")),
                     ]
                 )
-    what = "on fresh prompts" if any("accuracy" in figures for figures in final["modes"].values()) else "at the last step"
+    what = "on fresh prompts" if any("accuracy" in metrics for metrics in final["modes"].values()) else "at the last step"
     of = f" of {directory}" if directory else ""
     text = f"After training{of}, {what}: mean [95 % Student-t interval over seeds] and difference to {baseline}"
-    return table(text, ["figure", "mode", "seeds", "mean", "difference"], body, [str(row[0]) for row in body])
+    return table(text, ["metric", "mode", "seeds", "mean", "difference"], body, [str(row[0]) for row in body])
 
 
 def metric_table(frames: Frames) -> Markup:
@@ -125,7 +122,9 @@ def metric_table(frames: Frames) -> Markup:
             _mean(part, len(whole)) if len(part) else Number(None, "")
             for part, whole in zip(known, values.values(), strict=True)
         ]
-        body.append([name, ", ".join(filter(None, (metric.unit, f"over {metric.over}"))), *cells])
+        body.append(
+            [name, ", ".join(filter(None, (in_length_unit(metric.unit, frames.length_unit), f"over {metric.over}"))), *cells]
+        )
     text = f"Every metric, mean over the recorded steps ({_steps(frames)})"
     return table(text, ["metric", "unit, over what", *own], body)
 
@@ -140,7 +139,8 @@ def last_step_table(frames: Frames) -> Markup:
         last = rows(frames.metrics, run=run.label).sort_values("step", kind="stable").tail(1)
         step = int(last["step"].iloc[0])
         body.append([run.label, Number(step, str(step)), *(_value(_known(numbers(last, name)[0])) for name in shown)])
-    units = [f"{name}, {unit}" if (unit := describe(name).unit) else name for name in shown]
+    named = {name: in_length_unit(describe(name).unit, frames.length_unit) for name in shown}
+    units = [f"{name}, {unit}" if unit else name for name, unit in named.items()]
     return table("The last recorded step of every run (a single step is noisy)", ["run", "step", *units], body)
 
 

@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
+from aggcli.analysis.units import in_length_unit
 from aggcli.errors import RecordError
 from aggcli.files import whole_file
 from aggcli.measurement.catalogue import describe
@@ -200,9 +201,9 @@ def note(figure: Figure, text: str) -> None:
         figure.supxlabel(told, x=0.01, ha="left", fontsize=9, color="0.3")
 
 
-def metric_label(name: str) -> str:
-    """`ppo_kl [nats]`: a metric and its unit, as the catalogue has them."""
-    unit = describe(name).unit
+def metric_label(name: str, length_unit: str = "tokens") -> str:
+    """`ppo_kl [nats]`: a metric and its unit, as the catalogue has them, lengths in the unit that they were counted in."""
+    unit = in_length_unit(describe(name).unit, length_unit)
     return f"{name} [{unit}]" if unit else name
 
 

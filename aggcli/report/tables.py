@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from aggcli.analysis.units import LENGTH_UNITS, in_length_unit
 from aggcli.measurement.catalogue import describe, names
 from aggcli.measurement.words import plural
 from aggcli.rules import recorded_rule
@@ -41,7 +42,7 @@ _ONLY_WHEN_ANY = {
 """Rows that are only worth a line when they are not 0."""
 _LABELS = {
     "total_weight": "total weight (sum w)",
-    "effective_tokens": "effective tokens",
+    "effective_tokens": "effective {unit}",
     "grad_norm": "gradient norm",
     "gradient_ratio": "  over {baseline}'s",
     "gradient_cosine": "  cosine to {baseline}'s",
@@ -63,7 +64,7 @@ def replay_tables(head: Mapping[str, Any], steps: Sequence[Step], between_layout
     """What `run` and `compare` print: the settings in force, modes side by side, the batch, and the layouts, with what is said
     of their differences."""
     rules = [rule for rule in head["modes"] if any(rule in step["modes"] for step in steps)]
-    tables: list[Table | Text] = [_headline(head, steps), _mode_table(head, steps, rules), _batch_table(steps, rules[0])]
+    tables: list[Table | Text] = [_headline(head, steps), _mode_table(head, steps, rules), _batch_table(head, steps, rules[0])]
     tables += [_layout_table(steps, rules), Text("\n".join(between_layouts) + "\n")]
     if any("correct/count" in step["modes"][rules[0]] for step in steps if rules[0] in step["modes"]):
         tables.append(_correct_table(steps, rules[0]))
@@ -92,13 +93,17 @@ def _headline(head: Mapping[str, Any], steps: Sequence[Step]) -> Text:
         f"clip: {settings['eps_clip']:g} below, {high:g} above",
     ]
     rules = [rule for rule in map(recorded_rule, head["modes"]) if rule is not None]
-    parts += [f"{rule.name} divides by: {head['divisor']:g} tokens" for rule in rules if rule.takes_divisor and head["divisor"]]
+    parts += [f"{rule.name} divides by: {head['divisor']:g} {_length_unit(head)}" for rule in rules if rule.takes_divisor and head["divisor"]]
     parts += [f"{rule.name} scale: {settings['prompt_mean_scale']}" for rule in rules if rule.reads("prompt_mean_scale")]
     if settings["kl_coef"]:
         parts.append(f"kl_coef: {settings['kl_coef']:g} ({settings['kl_estimator']})")
     if settings["metric_aggregation"] == "matched":
         parts.append("metrics: by each mode's own weights")
     return Text("\n".join(parts) + "\n")
+
+
+def _length_unit(head: Mapping[str, Any]) -> str:
+    return LENGTH_UNITS[head["length_unit"]]
 
 
 def _one_of(texts: Iterable[str]) -> str:
@@ -113,7 +118,7 @@ def _mode_table(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[
         for name in rows:
             if name == "loss" and not (head["settings"]["kl_coef"] or head["settings"]["entropy_coef"]):
                 continue
-            label = _LABELS.get(name, _with_unit(name, head)).format(baseline=rules[0])
+            label = _LABELS.get(name, _with_unit(name, head)).format(baseline=rules[0], unit=_length_unit(head))
             table.add_row(label, *(_mean(steps, rule, name) for rule in rules))
         if rows:
             table.add_section()
@@ -126,13 +131,13 @@ def _is_shown(steps: Sequence[Step], rules: Sequence[str], name: str) -> bool:
 
 
 def _with_unit(name: str, head: Mapping[str, Any]) -> str:
-    unit = describe(name).unit
+    unit = in_length_unit(describe(name).unit, _length_unit(head))
     if name == "kl_loss":
         unit = f"{unit}, {head['settings']['kl_estimator']}"
     return f"{name} ({unit})" if unit not in ("", "share") else name
 
 
-def _batch_table(steps: Sequence[Step], rule: str) -> Table:
+def _batch_table(head: Mapping[str, Any], steps: Sequence[Step], rule: str) -> Table:
     """Numbers that no mode changes."""
     table = _table("the batch", _over(steps))
     skip = {"gradient_ratio", "gradient_cosine", "effective_tokens", "micro_batches"}
@@ -144,7 +149,7 @@ def _batch_table(steps: Sequence[Step], rule: str) -> Table:
         )
         silent = name in _ONLY_WHEN_ANY and not any(_numbers(steps, rule, name))
         if wanted and not silent and name not in skip:
-            unit = f" ({metric.unit})" if metric.unit in ("tokens", "nats") else ""
+            unit = f" ({in_length_unit(metric.unit, _length_unit(head))})" if metric.unit in ("tokens", "nats") else ""
             table.add_row(name + unit, _mean(steps, rule, name))
     return table
 

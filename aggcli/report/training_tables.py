@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from aggcli.analysis.comparison import FIGURES, LAST_STEP
+from aggcli.analysis.final import FINAL, LAST_STEP
 
 _HEADS = {
     "accuracy": "accuracy ↑",
@@ -20,15 +20,15 @@ _HEADS = {
 
 
 def training_table(summary: Mapping[str, Any]) -> Table:
-    """Final figures of each mode as mean and 95 % interval over seeds, and the paired difference to the baseline."""
+    """Final metrics of each mode as mean and 95 % interval over seeds, and the paired difference to the baseline."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column(Text("after training"), no_wrap=True)
-    for name in FIGURES.values():
+    for name in FINAL.values():
         table.add_column(Text(_HEADS[name]), justify="right", overflow="fold")
-    for mode, figures in summary["modes"].items():
-        table.add_row(mode, *(_interval(figures[name]) for name in FIGURES.values()))
+    for mode, metrics in summary["modes"].items():
+        table.add_row(mode, *(_interval(metrics[name]) for name in FINAL.values()))
         if mode != summary["baseline"]:
-            cells = [_difference(figures[name]) for name in FIGURES.values()]
+            cells = [_difference(metrics[name]) for name in FINAL.values()]
             table.add_row(f"  minus {summary['baseline']}", *cells)
     table.caption = _caption(summary)
     table.caption_justify = "left"
@@ -43,29 +43,29 @@ def last_step_table(summary: Mapping[str, Any]) -> Table:
     for mode in modes:
         table.add_column(Text(mode), justify="right")
     for name in LAST_STEP:
-        if any(figures[name] for figures in modes.values()):
-            table.add_row(name, *(_interval(figures[name]) for figures in modes.values()))
+        if any(metrics[name] for metrics in modes.values()):
+            table.add_row(name, *(_interval(metrics[name]) for metrics in modes.values()))
     return table
 
 
 def _caption(summary: Mapping[str, Any]) -> str:
-    counts = {figures["accuracy"]["n"] for figures in summary["modes"].values() if figures["accuracy"]}
+    counts = {metrics["accuracy"]["n"] for metrics in summary["modes"].values() if metrics["accuracy"]}
     several = "mean [95 % Student-t interval over seeds], differences paired by seed"
     seeds = "one seed: no interval" if counts == {1} else several
     missing = f"; without {', '.join(summary['missing'])}" if summary["missing"] else ""
     return f"on fresh prompts, lengths in tokens; {seeds}{missing}"
 
 
-def _interval(figure: Mapping[str, Any] | None) -> str:
-    if figure is None:
+def _interval(metric: Mapping[str, Any] | None) -> str:
+    if metric is None:
         return ""
-    if figure["low"] is None:
-        return f"{figure['mean']:.4g}"
-    return f"{figure['mean']:.4g}\n[{figure['low']:.4g}, {figure['high']:.4g}]"
+    if metric["low"] is None:
+        return f"{metric['mean']:.4g}"
+    return f"{metric['mean']:.4g}\n[{metric['low']:.4g}, {metric['high']:.4g}]"
 
 
-def _difference(figure: Mapping[str, Any] | None) -> str:
-    difference = figure and figure.get("difference")
+def _difference(metric: Mapping[str, Any] | None) -> str:
+    difference = metric and metric.get("difference")
     if not difference:
         return ""
     if difference["low"] is None:

@@ -7,11 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from aggcli.analysis.verdict import Verdict
+from aggcli.report.escapes import in_markdown, visible
 
 
 def verdict_text(found: Verdict, width: int) -> str:
     """For the terminal: paragraphs, and lists that are indented; a line that goes on is indented further."""
-    blocks = [_folded(found.headline, width, "", "")]
+    blocks = [_folded(one, width, "", "") for one in (*_warnings(found), found.headline)]
     for heading, lines in found.lists:
         listed = [_folded(line, width, "  ", "      ") for line in lines]
         blocks.append("\n".join([_folded(f"{_sentence(heading)}:", width, "", ""), *listed]))
@@ -20,32 +21,32 @@ def verdict_text(found: Verdict, width: int) -> str:
 
 def verdict_markdown(found: Verdict) -> str:
     """Paragraphs and bullet lists."""
-    blocks = [found.headline]
+    blocks = [*map(in_markdown, (*_warnings(found), found.headline))]
     for heading, lines in found.lists:
-        blocks += [f"{_sentence(heading)}:", "\n".join(f"- {line}" for line in lines)]
+        blocks += [in_markdown(f"{_sentence(heading)}:"), "\n".join(f"- {in_markdown(line)}" for line in lines)]
     return "\n\n".join(filter(None, blocks))
 
 
 def verdict_comments(found: Verdict) -> str:
     """LaTeX comments."""
-    return "\n".join(f"% {line}" for line in verdict_lines(found))
+    return "\n".join(f"% {visible(line)}" for line in verdict_lines(found))
 
 
 def verdict_lines(found: Verdict) -> list[str]:
-    """The headline, then each heading and each line of its list."""
-    told = [found.headline]
+    """Warnings and headline, then each heading and each line of its list."""
+    told = [*_warnings(found), found.headline]
     for heading, lines in found.lists:
         told += [f"{_sentence(heading)}:", *(f"- {line}" for line in lines)]
     return told
 
 
 def verdict_json(found: Verdict) -> dict[str, Any]:
-    """`headline`, and `lines`: what is compared where, mode, word, difference, p-values and the text as it is printed; a line
-    without a test is its text alone.
+    """`warnings`, `headline`, `others` (outcomes that differ besides, each tested by itself), and `lines`: what is compared
+    where, mode, word, difference, p-values and the text as it is printed; a line without a test is its text alone.
     """
     lines: list[dict[str, Any]] = []
     for ranking in found.rankings:
-        about = {"axis": ranking.axis, "figure": ranking.figure, "heading": ranking.heading, "baseline": ranking.baseline}
+        about = {"axis": ranking.axis, "outcome": ranking.outcome, "heading": ranking.heading, "baseline": ranking.baseline}
         for standing in ranking.standings:
             if standing.word != "baseline":
                 numbers = asdict(standing)
@@ -53,7 +54,13 @@ def verdict_json(found: Verdict) -> dict[str, Any]:
     if found.remarks is not None:
         heading, texts = found.remarks
         lines += [{"heading": heading, "text": text} for text in texts]
-    return {"headline": found.headline, "lines": lines}
+    others = [asdict(one) for one in found.others]
+    return {"warnings": list(found.warnings), "headline": found.headline, "others": others, "lines": lines}
+
+
+def _warnings(found: Verdict) -> list[str]:
+    """What stands before the headline."""
+    return [f"Warning: {one}." for one in found.warnings]
 
 
 def _sentence(text: str) -> str:

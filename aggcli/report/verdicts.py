@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from aggcli.analysis.comparison import Comparison
 from aggcli.analysis.frames import Frames, numbers
-from aggcli.analysis.outcomes import Comparison
 from aggcli.analysis.tolerance import tolerance_of
 from aggcli.measurement.words import listed, plural
 from aggcli.report.findings import Findings
@@ -35,7 +35,7 @@ def uncertainty(findings: Findings) -> list[str]:
     if not findings.verdict.rankings:
         return [ONE_SEED] if findings.seeds == 1 else []
     said = ["Modes are ranked by success at equal steps and at equal tokens, never by pg_loss, whose scale is the mode's own."]
-    if any(ranking.figure.endswith("_on_fresh_prompts") for ranking in findings.verdict.rankings):
+    if any(ranking.outcome.endswith("_on_fresh_prompts") for ranking in findings.verdict.rankings):
         said.append(
             "At equal steps that is the accuracy at the end on prompts that no step trained on, the same for every mode of a"
             " seed; at equal tokens it is that of the training rollouts, which are measured at every budget."

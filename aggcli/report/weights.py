@@ -44,7 +44,7 @@ def weight_by_length(frames: Frames) -> Figure:
         _scale(cells[0], numbers(shown, "response_length"), numbers(shown, "relative_weight"))
         figure.supylabel("weight of a token relative to the average token of its step", fontsize=10)
         for axes in cells[-2:]:
-            axes.set_xlabel("response length [tokens, masked-out ones included]")
+            axes.set_xlabel(f"response length [{frames.length_unit}, untrained ones included]")
         steps = plural(len(set(samples["step"])), "step")
         style.title(figure, f"How much one token counts, by the length of its response ({steps})")
         style.note(figure, _left_out(samples))

@@ -106,7 +106,7 @@ _STEP = (
     replace(_LAYOUT, about="replay: the layout in force, as --layouts spells it"),
     *_IN_FORCE,
     Field("advantages", TEXT, "replay: where the advantages come from", "the step"),
-    Field("empty", FLAG, "replay: whether the step has no masked-in token", "the step"),
+    Field("empty", FLAG, "replay: whether the step has no trained token", "the step"),
     Field(
         "layout_deviation",
         BLANK,
@@ -193,8 +193,8 @@ _INTERVAL = (
     Field("high", BLANK, "upper end of it", "seeds"),
     Field("n", WHOLE, "number of seeds", "seeds", "seeds"),
 )
-_FIGURE = Field(
-    "<figure>",
+_METRIC = Field(
+    "<metric>",
     {"type": ["object", "null"]},
     "accuracy, a mean response length, or a number of the last optimizer step on recorded rollouts",
     "runs of the mode",
@@ -227,8 +227,8 @@ _FINAL = (
     Field(
         "modes",
         OBJECT,
-        "mode -> figure -> number",
-        fields=(Field("<mode>", OBJECT, "figures of a mode", fields=(_FIGURE,), pattern="^."),),
+        "mode -> metric -> number",
+        fields=(Field("<mode>", OBJECT, "metrics of a mode", fields=(_METRIC,), pattern="^."),),
     ),
     Field("missing", _list(TEXT), "runs that did not get there"),
 )
@@ -251,13 +251,20 @@ _MANIFEST = (
     Field("settings", _SETTINGS, "every setting by name; `aggcli run --help` says what each means", required=True),
     Field("config", TEXT, "the settings as TOML that --config reads", required=True),
     Field("environment", OBJECT, "where it ran", required=True, fields=_ENVIRONMENT),
+    Field(
+        "length_unit",
+        _one_of("tokens", "chars", "words"),
+        "what is counted where this schema says tokens: characters or words in dumps that hold text only",
+        "all runs",
+        required=True,
+    ),
     Field("ranks", WHOLE, "ranks that shared each run", "the run", "ranks"),
     Field("processes", WHOLE, "training: processes that the runs were shared out to", "all runs", "processes"),
     Field("status", _one_of("running", "done", "interrupted", "failed"), "how it ended, if it did", required=True),
     Field("diverged", TEXT, "training run: when and why it trained no further"),
     Field("diverged_step", WHOLE, "training run: the rollout step in which it diverged"),
     Field("evaluation", OBJECT, "training run: the policy after training", fields=_EVALUATION),
-    Field("final", OBJECT, "training: the figures that were printed at the end", fields=_FINAL),
+    Field("final", OBJECT, "training: the metrics that were printed at the end", fields=_FINAL),
 )
 
 FILES: Mapping[str, tuple[str, tuple[Field, ...]]] = {
