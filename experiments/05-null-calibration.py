@@ -39,8 +39,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from aggcli.analysis.comparison import Comparison, Pair, compare
 from aggcli.analysis.histories import History, read_histories
-from aggcli.analysis.comparison import FIGURES, WINDOW, Comparison, Pair, compare
+from aggcli.analysis.outcomes import OUTCOMES, WINDOW
 from aggcli.analysis.verdict import verdict
 
 MODE, STACK = "token_mean", 50
@@ -224,7 +225,7 @@ def report(pool: Sequence[History]) -> Iterator[str]:
     yield "\nFour arms, three pairs a figure, corrected by Holm: comparisons with any pair below 0.05, at most 5 %\n"
     for n in SIZES:
         found = compared(pool, n, "ABCD")
-        called = ", ".join(f"{FIGURES[name].head} {any_called(found, [name])}" for name in ("accuracy", "response_length"))
+        called = ", ".join(f"{OUTCOMES[name].head} {any_called(found, [name])}" for name in ("accuracy", "response_length"))
         yield f"n = {n:2}, {len(found)} comparisons: {called}"
     yield f"\nStudent's t on values drawn from the {len(pool)} (window {WINDOW:g}, {DRAWS} trials), in percent\n"
     yield f"{'figure':47}{'n':>3}{'p < 0.05':>10}{'mean holds truth':>18}{'all n values equal':>20}{'skewness':>10}"
@@ -232,12 +233,12 @@ def report(pool: Sequence[History]) -> Iterator[str]:
         for n in SIZES:
             one = drawn(values, n)
             shares = f"{100 * one.called:>10.1f}{100 * one.covered:>18.1f}{100 * one.without_width:>20.1f}"
-            yield f"{FIGURES[name].head:47}{n:>3}{shares}{stats.skew(values):>10.2f}"
+            yield f"{OUTCOMES[name].head:47}{n:>3}{shares}{stats.skew(values):>10.2f}"
 
 
 def rows(found: Sequence[Comparison], n: int, truth: Mapping[str, float]) -> Iterator[str]:
     """A line for every figure of the comparisons of one n, and one for the verdict."""
-    for name, figure in FIGURES.items():
+    for name, figure in OUTCOMES.items():
         if not pairs(found, name):
             continue
         flip = flips(found, name, n)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from aggcli.analysis.histories import Floats, History, read_histories
 from aggcli.analysis.comparison import compare
+from aggcli.analysis.histories import Floats, History, read_histories
 from aggcli.analysis.statistics import Interval, holm, paired_test, student_t
 from aggcli.records import METRICS, read_lines, read_manifest
 

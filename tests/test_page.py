@@ -263,7 +263,7 @@ def test_the_figures_after_training_have_units_and_a_directory_only_among_severa
     written["final"] = {"baseline": "sample_mean", "modes": modes}
     (comparison / "manifest.json").write_text(json.dumps(written), encoding="utf-8")
     page = Page(report(comparison))
-    assert [row["outcome"][0] for row in page.table("After training")] == ["accuracy, share", "response_length, tokens"]
+    assert [row["metric"][0] for row in page.table("After training")] == ["accuracy, share", "response_length, tokens"]
     (label,) = [label for label in page.tables if label.startswith("After training")]
     assert label.endswith("difference to sample_mean")
     several = Page(report(comparison, write_run(tmp_path / "run", samples=False)))

@@ -228,7 +228,7 @@ def test_diff_names_what_numbers_depend_on_what_is_only_recorded_and_the_environ
     ]
     assert told["final"]["what"] == "last recorded step"
     assert told["final"]["metrics"] == [
-        {"mode": None, "figure": "pg_loss", "a": {"mean": 1.0, "n": 1}, "b": {"mean": 1.01, "n": 1}}
+        {"mode": None, "metric": "pg_loss", "a": {"mean": 1.0, "n": 1}, "b": {"mean": 1.01, "n": 1}}
     ]
 
 

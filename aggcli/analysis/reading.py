@@ -124,7 +124,7 @@ def _adapter(file: str, fields: tuple[str, ...] | None) -> TypeAdapter[dict[str,
     from aggcli.analysis.types import typed_dict
 
     wanted = [field for field in FILES[file][1] if fields is None or field.name in (*fields, *_NEEDED[file])]
-    return TypeAdapter(typed_dict(file, wanted, _NEEDED[file], extra="ignore" if fields is not None else "allow"))
+    return TypeAdapter(typed_dict(file, wanted, _NEEDED[file], "allow" if fields is None else "ignore", of_steps=True))
 
 
 @functools.cache

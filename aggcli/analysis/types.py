@@ -28,26 +28,31 @@ _NUMBER = _WHOLE | pydantic.FiniteFloat | None
 """A metric: blank where nothing was measured, be it a count."""
 
 
-def typed_dict(name: str, fields: Sequence[Field], needed: Sequence[str] = (), extra: str = "allow") -> Any:
+def typed_dict(
+    name: str, fields: Sequence[Field], needed: Sequence[str] = (), extra: str = "allow", *, of_steps: bool = False
+) -> Any:
     """A TypedDict of these fields, strict about types. `needed`: fields that must be there; of the keys whose field stands for
-    many (`pattern`) the type is not checked. `extra`: what is done with other keys.
+    many (`pattern`) the type is not checked. `extra`: what is done with other keys; `of_steps`: whether numbers of the
+    catalogue stand in it under their names.
     """
     types = {}
     for field in fields:
         if field.pattern is None:
-            kind = _STEP if field.name in ("step", "rollout_step", "rank") else _type_of(field)
-            kind = _NUMBER if field.name in METRICS else kind
+            kind = _STEP if field.name in ("step", "rollout_step", "rank") else _type_of(field, of_steps)
+            kind = _NUMBER if of_steps and field.name in METRICS else kind
             types[field.name] = Required[kind] if field.name in needed else NotRequired[kind]
     made = TypedDict(name, types)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
     made.__pydantic_config__ = pydantic.ConfigDict(extra=extra, strict=True)  # pyright: ignore
     return made
 
 
-def _type_of(field: Field) -> Any:
+def _type_of(field: Field, of_steps: bool) -> Any:
     if not field.fields:
         return _plain(field.schema)
     many = [one for one in field.fields if one.pattern is not None]
-    inner: Any = dict[str, _type_of(many[0])] if many else typed_dict(field.name, field.fields, ("rank",))
+    inner: Any = (
+        dict[str, _type_of(many[0], of_steps)] if many else typed_dict(field.name, field.fields, ("rank",), of_steps=of_steps)
+    )
     kinds = field.schema["type"] if isinstance(field.schema["type"], list) else [field.schema["type"]]
     inner = list[inner] if "array" in kinds else inner
     return inner | None if "null" in kinds else inner
