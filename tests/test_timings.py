@@ -200,7 +200,7 @@ def test_no_timings_are_no_seconds_and_broken_ones_are_refused_by_file(tmp_path:
         found = history(write_run(tmp_path / name, [0, 1], told))
         assert np.isnan(found.seconds).all()
         assert found.stack is None
-    with pytest.raises(RecordError, match=r"timings\.jsonl: cannot be read"):
+    with pytest.raises(RecordError, match=r"timings\.jsonl: line 1 is not the record of a step: it is no JSON"):
         read_history(write_run(tmp_path / "broken", [0, 1], '{"rollout_step": 0, \n'))
     with pytest.raises(RecordError, match=r"timings\.jsonl: line 1 is not the record of a step"):
         read_history(write_run(tmp_path / "other", [0, 1], '{"seconds": 1.0, "runs": 1}\n'))

@@ -63,7 +63,7 @@ class Comparison:
     """`outcomes`: name -> label -> estimate, the baseline first; without the outcomes and arms that have nothing to show.
 
     `defined`: what each of them is, by name; `window`: the share of the common range that they are means of; `length_unit`:
-    what the lengths are counted in.
+    what the lengths are counted in; `recorded`: whether the rollouts were recorded before, so that nothing was left to chance.
     """
 
     baseline: str
@@ -74,6 +74,7 @@ class Comparison:
     defined: Mapping[str, Outcome] = dataclasses.field(default_factory=lambda: OUTCOMES)
     window: float = WINDOW
     length_unit: str = "tokens"
+    recorded: bool = False
 
     def named(self, outcome: str) -> str:
         """An outcome as the table names it: `tokens to accuracy 0.75`."""

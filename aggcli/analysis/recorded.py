@@ -94,7 +94,7 @@ def compare_recorded(runs: Sequence[History], baseline: str | None = None) -> Co
     names = _HEADS if all(map(is_replay, runs)) else RECORDED_OUTCOMES
     ordered = {name: outcomes[name] for name in names if name in outcomes and any(one.mean for one in outcomes[name].values())}
     defined = {name: replace(one, unit=in_length_unit(one.unit, length_unit)) for name, one in RECORDED_OUTCOMES.items()}
-    return Comparison(base, tuple(arms), ordered, None, (), defined, length_unit=length_unit)
+    return Comparison(base, tuple(arms), ordered, None, (), defined, length_unit=length_unit, recorded=True)
 
 
 def _means(lines: Lines, against: Lines, *, cosine: bool) -> dict[str, float]:

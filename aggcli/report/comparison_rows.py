@@ -146,7 +146,7 @@ def _row(comparison: Comparison, name: str, outcome: Estimate) -> Row:
         outcome.low,
         outcome.high,
         outcome.interquartile_mean,
-        no_interval=outcome.without,
+        no_interval="of these rollouts alone" if comparison.recorded and len(outcome.values) == 1 else outcome.without,
         no_difference=outcome.unpaired,
     )
     if outcome.pair is None:
