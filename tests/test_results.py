@@ -222,7 +222,7 @@ def test_a_copy_of_a_directory_is_left_out_and_named(tmp_path: Path, capsys: pyt
     copy = Path(shutil.copytree(runs[0], tmp_path / "copy"))
     rows = [json.loads(printed(capsys, given, format="json", fit=False)[0]) for given in (runs, [copy, *runs])]
     assert rows[0]["outcomes"] == rows[1]["outcomes"]
-    assert {row["mode"]: row["n"] for row in rows[1]["outcomes"] if row["figure"] == "accuracy"} == {
+    assert {row["mode"]: row["n"] for row in rows[1]["outcomes"] if row["outcome"] == "accuracy"} == {
         "constant": 2,
         "token_mean": 2,
     }
