@@ -93,7 +93,11 @@ def _headline(head: Mapping[str, Any], steps: Sequence[Step]) -> Text:
         f"clip: {settings['eps_clip']:g} below, {high:g} above",
     ]
     rules = [rule for rule in map(recorded_rule, head["modes"]) if rule is not None]
-    parts += [f"{rule.name} divides by: {head['divisor']:g} {_length_unit(head)}" for rule in rules if rule.takes_divisor and head["divisor"]]
+    parts += [
+        f"{rule.name} divides by: {head['divisor']:g} {_length_unit(head)}"
+        for rule in rules
+        if rule.takes_divisor and head["divisor"]
+    ]
     parts += [f"{rule.name} scale: {settings['prompt_mean_scale']}" for rule in rules if rule.reads("prompt_mean_scale")]
     if settings["kl_coef"]:
         parts.append(f"kl_coef: {settings['kl_coef']:g} ({settings['kl_estimator']})")
