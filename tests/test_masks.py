@@ -171,7 +171,7 @@ def test_more_ranks_than_samples_leave_ranks_idle_and_the_numbers_right(tmp_path
         (b"", "is empty"),
         (b"\n\n  \n", "is empty"),
         (b'{"response_length": 2, "re', "holds no samples"),
-        (b"\xff", "holds no samples"),
+        (b"\xff", "line 1: is not valid UTF-8"),
     ],
     ids=["nothing", "blank lines", "half a line", "no text"],
 )

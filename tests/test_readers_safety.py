@@ -21,6 +21,7 @@ from torch._utils import _rebuild_tensor_v2
 
 from aggcli.rollouts.parquet_footer import column_sizes
 from tests.cli import aggcli, completed, environment, refused, strict_json, write_jsonl
+from tests.speed import few
 
 LINE = {"response_length": 2, "group_index": 0, "reward": 1.0}
 
@@ -160,6 +161,7 @@ for path in sys.argv[1:]:
 """Reads one file after another, and says by how many MiB each has raised the most that the process ever held."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the most memory held is read from /proc")
 def test_a_file_that_stands_for_far_more_than_it_holds_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
     """One long text used by every row is no such file: it is held once, 400 MB written out, and its characters are lengths."""
@@ -246,7 +248,7 @@ def test_no_pickle_can_give_a_function_or_class_a_state(
         b"\x80\x04(ios\nsystem\n.",
     ],
 )
-@pytest.mark.parametrize("flag", [(), ("--unsafe-load",)])
+@pytest.mark.parametrize("flag", few([("--unsafe-load",), ()]))
 def test_hostile_opcodes_end_in_one_line(tmp_path: Path, capsys: Any, data: bytes, flag: tuple[str, ...]) -> None:
     for name in ("a.pkl", "a.pt"):
         (tmp_path / name).write_bytes(data)
@@ -276,7 +278,7 @@ TINKER = {"group_idx": 0, "traj_idx": 0, "steps": [{"ob_len": 1, "ac_len": 2}], 
 NESTED: tuple[Any, ...] = ([1], {"a": [1]}, [[1], [2]], [{}], 10**30, "\ud800")
 
 
-@pytest.mark.parametrize("value", NESTED, ids=str)
+@pytest.mark.parametrize("value", few(NESTED, fast=2), ids=str)
 @pytest.mark.parametrize("row", [LINE | {"status": "x", "rollout_id": 1}, VERL | {"uid": 1}, NEMO, PRIME, OPEN, TINKER])
 def test_nested_and_unhashable_values_anywhere_end_in_one_line(tmp_path: Path, capsys: Any, row: dict, value: Any) -> None:
     for key in row:
