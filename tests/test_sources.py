@@ -14,6 +14,8 @@ from aggcli.errors import RolloutError
 from aggcli.rollouts.jsonl import read_jsonl
 from aggcli.rollouts.slime import read_slime
 from aggcli.rollouts.sources import detect_format, open_source
+from tests.cli import aggcli, refused, write_jsonl
+from tests.fixtures import fx_b
 
 DATA = Path(__file__).parent / "data"
 
@@ -152,3 +154,30 @@ def test_no_module_of_the_readers_imports_one_that_imports_it() -> None:
     while free := {module for module in left if not graph.find_modules_directly_imported_by(module) & left}:
         left -= free
     assert not left
+
+
+# -- paths in whatever way they are given -----------------------------------------------------------------------------
+
+
+def test_rollouts_are_taken_from_the_flag_from_the_argument_and_from_a_glob_that_the_shell_wrote_out(capsys, tmp_path) -> None:
+    """`--rollouts *.jsonl` reaches the program as the flag with the first file, and the rest alone."""
+    files = [write_jsonl(tmp_path / f"{at}.jsonl", fx_b()) for at in range(3)]
+    ways = (
+        ("--rollouts", files[0], files[1], files[2]),
+        (files[0], files[1], files[2]),
+        ("--rollouts", files[0], "--rollouts", files[1], files[2]),
+        (tmp_path / "*.jsonl",),
+    )
+    for command in ("compare", "run", "audit"):
+        for at, way in enumerate(ways):
+            where = () if command == "audit" else ("--output", tmp_path / f"{command}-{at}")
+            told = aggcli(capsys, command, *way, *where, "--json", *(("--no-search",) if command == "audit" else ()))
+            assert told.code == 0, told.err
+            assert len(told.steps) == 3, (command, way)
+
+
+def test_results_and_rollouts_are_not_compared_with_each_other(capsys, tmp_path) -> None:
+    dump = write_jsonl(tmp_path / "dump.jsonl", fx_b())
+    assert aggcli(capsys, "compare", dump, "--output", tmp_path / "out").code == 0
+    line = refused(aggcli(capsys, "compare", tmp_path / "out", dump))
+    assert f"{tmp_path / 'out'} is a results directory and {dump} is not" in line

@@ -175,3 +175,8 @@ def _last_line(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
     return last_line(path, line) if line.strip() else None
+
+
+def holds_results(directory: Path) -> bool:
+    """Whether a path is a results directory, or a folder of some, and not rollouts."""
+    return directory.is_dir() and ((directory / MANIFEST).is_file() or next(directory.glob(f"*/{MANIFEST}"), None) is not None)

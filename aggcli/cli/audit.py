@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from aggcli.cli.console import out, say
-from aggcli.cli.options import ConfigOption, JsonOption, comma_list, resolve, with_settings
+from aggcli.cli.options import ConfigOption, JsonOption, comma_list, resolve, with_paths, with_settings
 from aggcli.config import FIELDS, SOURCE_SETTINGS, RunConfig
 from aggcli.errors import CheckFailed, ExitCode, SettingError
 from aggcli.rules import MODES, RULES, check_divisor, find_rule, remark_on
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     from aggcli.audit import Audit, AuditRule, Finding, FrozenBatch
 
 _TAKEN = (
-    *(name for name in SOURCE_SETTINGS if name != "rollouts"),
+    *SOURCE_SETTINGS,
     *("prompt_mean_scale", "normalizer", "advantages", "eps_clip", "eps_clip_high", "eps_clip_c"),
     *("layouts", "max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "seed"),
     *(name for name in FIELDS if name.startswith("synthetic_")),
 )
 """The settings that are options of an audit too."""
 
-PathArgument = Annotated[
-    str | None, typer.Argument(metavar="[PATH]", help="A rollout file or folder, or `synthetic`; default: a built-in batch.")
-]
+_PATHS = "Rollouts to audit: files, folders, globs, `example` or `synthetic`; default: a built-in batch."
+PathsArgument = Annotated[list[str] | None, typer.Argument(metavar="[ROLLOUTS...]", help=_PATHS)]
 RulesOption = Annotated[
     list[str] | None,
     typer.Option("--rules", metavar="A,B,...", help="Modes, frameworks' rules such as verl:token-mean, aliases; default: all."),
@@ -68,7 +67,7 @@ _ABOUT_LAYOUTS = (
 @with_settings(without=[name for name in FIELDS if name not in _TAKEN], about={"layouts": _ABOUT_LAYOUTS})
 def audit(
     given: dict[str, Any],
-    path: PathArgument = None,
+    paths: PathsArgument = None,
     rules: RulesOption = None,
     reducer: ReducerOption = None,
     reducer_signature: SignatureOption = None,
@@ -84,7 +83,7 @@ def audit(
     The first layout is the reference. A rule is called invariant over the layouts that it was evaluated under; those that its
     framework cannot represent are named. Exit code 1 only with --fail-on-variance.
     """
-    settings = resolve({**given, **({"rollouts": (path,)} if path else {})}, config)
+    settings = resolve(with_paths(given, paths), config)
     check_divisor_and_limit(divisor, fail_on_variance)
     frozen = _frozen(settings, comma_list(rules or ()))
     longest = max(float(max(int(batch.step.response_length_S.max()), 1)) for batch in frozen)
@@ -94,7 +93,7 @@ def audit(
     audits = [_audited(batch, chosen, settings, search) for batch in frozen]
     head = {
         "command": "audit",
-        "rollouts": path or "the built-in batch",
+        "rollouts": ", ".join(settings.source.rollouts) or "the built-in batch",
         "layouts": list(dict.fromkeys(layout for batch in frozen for layout in _layout_texts(batch, settings))),
         "baseline": audits[0].baseline,
         "divisor": divisor or longest,

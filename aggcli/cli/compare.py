@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from aggcli.cli.options import (
     SamplesOption,
     resolve,
     say_ignored,
+    with_paths,
     with_recorded,
     with_settings,
 )
@@ -35,8 +37,9 @@ _WITH_DIRECTORIES = ("baseline", "format", "precision", "sort_by", "only_changed
 def compare(
     given: dict[str, Any],
     context: typer.Context,
-    directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR...]", help="Results directories of earlier training runs to compare.")
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[DIR... | ROLLOUTS...]", help="Results directories to compare, or rollouts to replay."),
     ] = None,
     output: OutputOption = None,
     overwrite: OverwriteOption = False,
@@ -55,13 +58,15 @@ def compare(
     fit: Annotated[bool | None, typer.Option(help="With DIR: fit compute-performance curves.")] = None,
     axis: Annotated[str, typer.Option(metavar="tokens|steps|seconds", help="With DIR: what curves are fitted by.")] = "tokens",
 ) -> int:
-    """Train modes x seeds as one stack; with --rollouts, replay the same rollouts under several modes; given results
+    """Train modes x seeds as one stack; given rollouts, replay the same rollouts under several modes; given results
     directories, compare what they hold.
 
     Everything but the mode is the same; runs of one seed share prompts and noise. Without a divisor, constant divides by the
     response limit, in a replay by the longest response (said and recorded).
     prompt_mean is left out, with the reason, where rollouts have no group_index, unless --modes asks for it.
     """
+    directories, rollouts = _told_apart(paths or ())
+    given = with_paths(given, rollouts)
     if directories:
         names = [*map(flag, given), *_asked_for(context, "config", "output", "overwrite", "samples", "dry_run", "resume")]
         if names:
@@ -95,6 +100,20 @@ def compare(
     request = Request("compare", settings, settings.modes is None, output, overwrite, json, samples)
     refuse_resume(resume)
     return print_dry_run(settings) if dry_run else replay_command(request)
+
+
+def _told_apart(paths: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The results directories among the paths, and the rollouts. Raises `SettingError` where there are both."""
+    from aggcli.analysis.directories import holds_results
+
+    directories = [Path(path) for path in paths if holds_results(Path(path))]
+    rollouts = [path for path in paths if not holds_results(Path(path))]
+    if directories and rollouts:
+        raise SettingError(
+            f"{directories[0]} is a results directory and {rollouts[0]} is not: results are compared with results, rollouts are"
+            " replayed; name the one or the other"
+        )
+    return directories, rollouts
 
 
 def _asked_for(context: typer.Context, *names: str) -> list[str]:

@@ -35,6 +35,7 @@ _LISTS = ("layouts", "modes", "log_to")
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML file of settings; flags win over it, it wins over the recipe.")
 ]
+_PATHS = "Rollouts to replay, as with --rollouts: files, folders, globs, `example` or `synthetic`."
 OutputOption = Annotated[
     Path | None, typer.Option("--output", "-o", help="Results directory; default: a new one under results/.")
 ]
@@ -108,6 +109,16 @@ def _rule_names(asked: Mapping[str, object]) -> list[str]:
     """The names under which aggregation rules were asked for."""
     names = [asked.get("loss_aggregation"), *typing.cast(Iterable[object], asked.get("modes") or ())]
     return [name for name in names if isinstance(name, str)]
+
+
+PathsArgument = Annotated[list[str] | None, typer.Argument(metavar="[ROLLOUTS...]", help=_PATHS)]
+
+
+def with_paths(given: Mapping[str, Any], paths: Sequence[str] | None) -> dict[str, Any]:
+    """What was given, with the rollout files that stand alone added to those of --rollouts: a shell writes a glob out, so that
+    only the first of its files belongs to the flag."""
+    rollouts = tuple(dict.fromkeys((*given.get("rollouts", ()), *(paths or ()))))
+    return {**given, **({"rollouts": rollouts} if rollouts else {})}
 
 
 def with_recorded(given: Mapping[str, Any], output: Path | None) -> dict[str, Any]:

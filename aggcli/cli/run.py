@@ -10,10 +10,12 @@ from aggcli.cli.options import (
     JsonOption,
     OutputOption,
     OverwriteOption,
+    PathsArgument,
     ResumeOption,
     SamplesOption,
     resolve,
     say_ignored,
+    with_paths,
     with_recorded,
     with_settings,
 )
@@ -24,6 +26,7 @@ from aggcli.cli.training import TrainingRequest, training_command
 @with_settings(without=["modes", "seeds"])
 def run(
     given: dict[str, Any],
+    paths: PathsArgument = None,
     output: OutputOption = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
@@ -32,11 +35,12 @@ def run(
     dry_run: DryRunOption = False,
     resume: ResumeOption = False,
 ) -> int:
-    """Train a small policy under one aggregation mode, or with --rollouts replay recorded rollouts, and record every step under
+    """Train a small policy under one aggregation mode, or with ROLLOUTS replay recorded rollouts, and record every step under
     each layout.
 
     The default mode is sample_mean; the mode in force is printed and recorded. In a replay each file is one step.
     """
+    given = with_paths(given, paths)
     settings = resolve(with_recorded(given, output) if resume else given, config)
     mode = settings.objective.loss_aggregation
     request = Request("run", settings, False, output, overwrite, json, samples)

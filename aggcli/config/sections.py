@@ -234,7 +234,8 @@ class RunConfig:
     recipe: Literal["grpo", "dapo", "dr_grpo"] | None = None
     """A set of objective settings; single flags win over it."""
     modes: tuple[Rule, ...] | None = None
-    """Modes or frameworks' rules that `compare` lines up, the first being the baseline; default: all four modes."""
+    """Modes or frameworks' rules that `compare` lines up, the first being the baseline; default: all of this project's
+    modes."""
     dtype: Literal["float64", "float32", "bfloat16"] | None = None
     """Arithmetic of per-token numbers and of the policy (sums are float64); default: float64 in replay, float32 in training;
     bfloat16 is autocast in training."""
@@ -253,5 +254,5 @@ class RunConfig:
 
     @property
     def compared(self) -> tuple[Rule, ...]:
-        """The rules that `compare` lines up, as they are in force: those asked for, else all four modes."""
+        """The rules that `compare` lines up, as they are in force: those asked for, else all of this project's modes."""
         return tuple(dict.fromkeys(map(self.objective.in_force, self.modes or MODES)))
