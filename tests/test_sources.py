@@ -20,7 +20,7 @@ from tests.fixtures import fx_b
 DATA = Path(__file__).parent / "data"
 
 
-def refused(text: str):
+def raises_line(text: str):
     """The error's whole single line must match."""
     return pytest.raises(RolloutError, match=rf"^{text}$")
 
@@ -67,13 +67,13 @@ def test_the_format_is_told_by_content_and_can_be_forced(tmp_path: Path) -> None
     odd = tmp_path / "dump.bin"
     odd.write_bytes((DATA / "slime_train/0.pt").read_bytes())
     assert detect_format(odd) == "slime-train"
-    with refused(r".*dump\.bin: is a slime-train dump, not slime-rollout; change or drop --rollout-format"):
+    with raises_line(r".*dump\.bin: is a slime-train dump, not slime-rollout; change or drop --rollout-format"):
         list(open_source(SourceConfig(rollouts=(str(odd),), rollout_format="slime-rollout"), 0))
-    with refused(r"--rollout-format 'slime-trian' is unknown; did you mean 'slime-train'\?"):
+    with raises_line(r"--rollout-format 'slime-trian' is unknown; did you mean 'slime-train'\?"):
         open_source(SourceConfig(rollouts=(str(odd),), rollout_format="slime-trian"), 0)
-    with refused(r".*: is in no format known by its content .*"):
+    with raises_line(r".*: is in no format known by its content .*"):
         detect_format(jsonl(tmp_path, "hello", "c.txt"))
-    with refused(r".*: is empty; give a file with at least one sample"):
+    with raises_line(r".*: is empty; give a file with at least one sample"):
         detect_format(jsonl(tmp_path, "", "d.jsonl"))
 
 
@@ -115,14 +115,14 @@ def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path, path: str, text: s
     (tmp_path / "empty").mkdir()
     (tmp_path / "evals").mkdir()
     jsonl(tmp_path / "evals", LINE, "eval_0.jsonl")
-    with refused(text):
+    with raises_line(text):
         open_source(SourceConfig(rollouts=(str(tmp_path / path),)), 0)
 
 
 def test_no_path_and_synthetic_beside_a_file_are_refused() -> None:
-    with refused(r"no rollouts given: --rollouts takes a file, a folder, a glob or 'synthetic'"):
+    with raises_line(r"no rollouts given: --rollouts takes a file, a folder, a glob or 'synthetic'"):
         open_source(SourceConfig(), 0)
-    with refused(r"--rollouts synthetic stands alone; drop it or the files"):
+    with raises_line(r"--rollouts synthetic stands alone; drop it or the files"):
         open_source(SourceConfig(rollouts=("synthetic", "a.pt")), 0)
 
 
@@ -140,9 +140,9 @@ def test_what_may_not_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.touch()
     for read in (detect_format, lambda p: read_jsonl(p, "s"), lambda p: read_slime(p, "s")):
-        with refused(r".*a\.jsonl: cannot be read \(Permission denied\)"):
+        with raises_line(r".*a\.jsonl: cannot be read \(Permission denied\)"):
             read(path)
-    with refused(r".*: cannot be read \(Permission denied\)"):
+    with raises_line(r".*: cannot be read \(Permission denied\)"):
         open_source(SourceConfig(rollouts=(str(tmp_path),)), 0)
 
 
