@@ -238,7 +238,7 @@ def test_no_pickle_can_give_a_function_or_class_a_state(
     [
         b"\x80\x04]" + b"]" * 200_000 + b"a" * 200_000 + b".",  # nested lists
         b"\x80\x04)" + b"\x85" * 100_000 + b"}" + b"\x8c\x01a" + b"s.",  # nested tuples
-        b"\x80\x04}(" + b")" + b"\x85" * 100_000 + b"Ku.",  # as a key: hashing them would overrun the stack
+        b"\x80\x04}(" + b")" + b"\x85" * 100_000 + b"K\x01u.",  # as a key: hashing them would overrun the stack
         b"\x80\x04]\x94h\x00a.",  # a list that contains itself
         b"\x80\x04r\xff\xff\xff\x7f.",  # a memo index of 2^31
         b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7fx.",  # bytes of 2^63
@@ -253,6 +253,13 @@ def test_hostile_opcodes_end_in_one_line(tmp_path: Path, capsys: Any, data: byte
     for name in ("a.pkl", "a.pt"):
         (tmp_path / name).write_bytes(data)
         refused(aggcli(capsys, "inspect", tmp_path / name, *flag))
+
+
+def test_keys_that_hold_other_values_are_refused_before_they_are_hashed(tmp_path: Path, capsys: Any) -> None:
+    """Hashing tuples nested a million deep overruns the stack of the process."""
+    path = tmp_path / "a.pkl"
+    path.write_bytes(b"\x80\x04}(" + b")" + b"\x85" * 1000 + b"K\x01u.")
+    assert "it holds a dict with tuple keys" in refused(aggcli(capsys, "inspect", path, "--unsafe-load"))
 
 
 def test_a_tensor_that_reaches_beyond_its_bytes_is_refused(tmp_path: Path, capsys: Any) -> None:
