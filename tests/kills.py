@@ -92,10 +92,11 @@ class Place:
         return found
 
 
-def undisturbed(folder: Path) -> dict[str, tuple[Place, float]]:
-    """Each kind run to its end once: where, and the seconds it took."""
+def undisturbed(folder: Path, kinds: list[str]) -> dict[str, tuple[Place, float]]:
+    """Each kind run to its end once: where, and the seconds it took. Plotting reads the records of a replay."""
     found = {}
-    for name, kind in KINDS.items():
+    for name in dict.fromkeys(["replaying", *kinds] if "plotting" in kinds else kinds):
+        kind = KINDS[name]
         place = prepared(folder / name.replace(" ", "-"), found)
         began = time.monotonic()
         said = place.finish(*kind.arguments)
@@ -204,7 +205,7 @@ def kill(count: int, seed: int, kinds: list[str], *, say: bool = True) -> tuple[
     draw, hits, faults = random.Random(seed), collections.Counter[str](), list[str]()
     with tempfile.TemporaryDirectory(prefix="aggcli-kills-") as name:
         folder = Path(name)
-        whole = undisturbed(folder)
+        whole = undisturbed(folder, kinds)
         for at in range(count):
             kind_name, signal_name = kinds[at % len(kinds)], draw.choice([*SIGNALS])
             kind, (undone, seconds) = KINDS[kind_name], whole[kind_name]
