@@ -53,7 +53,7 @@ class Replay:
             advantages_T, origin = with_advantages(batch, self.config.objective)
             batch = dataclasses.replace(batch, advantages_T=advantages_T)
             parts = optimizer_steps(batch, self.config.layout.global_batch_size)
-            groups = group_values(_global_view(batch), self.config.correct_threshold)
+            groups = group_values(GlobalView.of(batch), self.config.correct_threshold)
             for part in parts:
                 step = batch.select(torch.tensor(part.positions, dtype=torch.int64), name=part.name)
                 modes, left_out = self._usable_modes(step, batch, parts)
@@ -95,7 +95,3 @@ class Replay:
         if self.world.size == 1:
             return None
         return lambda views: measure_on_ranks(self.world, views, measuring)
-
-
-def _global_view(batch: RolloutBatch) -> GlobalView:
-    return GlobalView(batch.reward_S, batch.rollout_S, batch.group_S)

@@ -15,7 +15,7 @@ from aggcli.config import settings_from
 from aggcli.errors import RolloutError
 from aggcli.objective.weights import rule_weights
 from aggcli.rules import PROMPT_MEAN
-from tests.cli import compared, exactly, per_layout, refused, replay, write_jsonl
+from tests.cli import aggcli, compared, exactly, per_layout, records, refused, replay, write_jsonl
 from tests.fixtures import Sample, batch_of, fx_b, fx_d, rules_named, sample
 from tests.speed import few
 
@@ -248,3 +248,48 @@ def test_every_source_of_rollouts_uses_the_same_rule(tmp_path, capsys) -> None:
     assert own.modes["token_mean"]["pg_loss"] == exactly(-0.25)
     again = compared(capsys, tmp_path, [s | {"advantage": 0.25} for s in samples], "--advantages", "grpo")
     assert again.modes["token_mean"]["pg_loss"] == exactly(0.1875 / (0.5**0.5 + 1e-6))
+
+
+# -- what the gradient saw --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "zero_variance", "told_apart", "loss"), [("acc", 1, 0, 0.0471404), ("score", 0, 1, 0.3952950)], ids=["acc", "score"]
+)
+def test_groups_are_counted_by_the_advantages_that_the_gradient_saw(
+    tmp_path, capsys, key: str, zero_variance: int, told_apart: int, loss: float
+) -> None:
+    """Group 0: acc 0, 0, 0, 0, score 0, 0, -0.5, -1 at lengths 2, 4, 8, 10; group 1: acc and score 1, 0 at lengths 2, 4."""
+    group_0 = [(0, 2, 0.0, 0.0), (0, 4, 0.0, 0.0), (0, 8, 0.0, -0.5), (0, 10, 0.0, -1.0)]
+    rows = [
+        {"group_index": group, "response_length": n, "total_length": n + 2, "reward": {"acc": acc, "score": score}}
+        for group, n, acc, score in [*group_0, (1, 2, 1.0, 1.0), (1, 4, 0.0, 0.0)]
+    ]
+    told = compared(capsys, tmp_path, rows, "--reward-key", key)
+    values = told.modes["token_mean"]
+    assert (values["zero_variance_groups"], values["all_wrong_groups"]) == (zero_variance, 1)
+    assert values["all_wrong_groups_with_advantage"] == told_apart
+    assert values["pg_loss"] == pytest.approx(loss, abs=1e-7)
+    assert ("warning: groups without a right answer whose advantages are not 0: 1 of 2; wrong" in told.err) == bool(told_apart)
+
+
+@pytest.mark.parametrize(("buffer", "zero_variance", "told_apart"), [(0, 4, 0), (14, 2, None)])
+def test_in_training_a_penalised_group_is_no_zero_variance_group(
+    tmp_path, capsys, buffer: int, zero_variance: int, told_apart: int | None
+) -> None:
+    """The task running-sum, seed 0, 8 prompts x 4: 4 groups of equal rewards, of which the penalty tells 2 apart."""
+    options = ["--steps=1", "--rollout-batch-size=8", "--n-samples-per-prompt=4", "--device=cpu", f"--overlong-buffer={buffer}"]
+    told = aggcli(capsys, "run", *options, "--output", tmp_path / "out")
+    (step,) = records(tmp_path / "out" / "metrics.jsonl")
+    assert step["zero_variance_groups"] == zero_variance
+    assert step["groups"] == 8
+    apart = step["all_wrong_groups_with_advantage"]
+    assert apart == told_apart if told_apart is not None else apart <= 2
+    assert ("warning: 1 step of a run was trained on a group without a right answer" in told.err) == bool(apart)
+
+
+def test_a_single_rollout_is_not_announced_as_equal_rewards(tmp_path, capsys) -> None:
+    rows = [{"group_index": g, "response_length": 3, "total_length": 5, "reward": r} for g, r in ((0, 1), (1, 1), (1, 0))]
+    told = compared(capsys, tmp_path, rows)
+    assert "zero-variance groups 1/2: every advantage in them is 0" in told.err
+    assert "equal rewards" not in told.err

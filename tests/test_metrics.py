@@ -126,7 +126,7 @@ def test_no_update_since_sampling_is_named_as_the_reason_of_clipfrac_0(tmp_path,
         for name in ("pg_clipfrac", "ppo_kl", "ratio_deviation"):
             assert per_layout(told, mode, name) == [0.0] * 11
         assert per_layout(told, mode, "ratio_max") == [1.0] * 11
-    hint = "every ratio is exactly 1: clipfrac and KL are 0 because nothing was updated since sampling"
+    hint = "every ratio is exactly 1: pg_clipfrac and ppo_kl are 0 because nothing was updated since sampling"
     assert hint in told.err
 
 

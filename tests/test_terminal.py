@@ -132,7 +132,7 @@ def test_the_micro_batches_of_a_recorded_layout_are_counted(tmp_path: Path, micr
             1,
             [
                 "1 sample has no group_index",
-                "fully masked samples: 1; it counts in N and adds nothing",
+                "fully masked samples: 1; it counts in N and adds no token",
                 "rank 3 holds no sample and",
             ],
         ),
@@ -140,7 +140,7 @@ def test_the_micro_batches_of_a_recorded_layout_are_counted(tmp_path: Path, micr
             2,
             [
                 "2 samples have no group_index",
-                "fully masked samples: 2; they count in N and add nothing",
+                "fully masked samples: 2; they count in N and add no token",
                 "ranks 4, 5 hold no sample and stay idle",
             ],
         ),

@@ -115,11 +115,12 @@ class Place:
 @dataclass
 class Outcome:
     """How the share of one process went: how far layouts were apart in checked steps (run, number, comparison), which runs
-    diverged, steps without a signal, and each finished run on fresh prompts."""
+    diverged, steps without a signal and steps in which wrong answers are told apart, and each finished run on fresh prompts."""
 
     layouts: list[tuple[str, int, LayoutComparison]] = dataclasses.field(default_factory=list)
     diverged: list[str] = dataclasses.field(default_factory=list)
     silent_steps: int = 0
+    told_apart: int = 0
     final: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
 
 
@@ -266,6 +267,7 @@ def _record(trainer: Trainer, done: TrainedStep, writers: dict[str, RunWriter], 
             if report.checked:
                 outcome.layouts.append((report.run.name, number, report.step.comparison))
             outcome.silent_steps += _is_silent(report.values)
+            outcome.told_apart += bool(report.values.get("all_wrong_groups_with_advantage"))
     recording.write_timing(writers, trainer, done)
     new = _diverged(done.diverged, writers)
     outcome.diverged += new

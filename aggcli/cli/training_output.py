@@ -102,6 +102,10 @@ def finish(
         one = "step of a run had only groups of equal rewards: it carries no signal and changes nothing"
         several = "steps of runs had only groups of equal rewards: they carry no signal and change nothing"
         say(plural(silent_steps, one, several))
+    if told_apart := sum(outcome.told_apart for outcome in outcomes):
+        one = "step of a run was trained on a group without a right answer whose advantages are not 0"
+        several = "steps of runs were trained on groups without a right answer whose advantages are not 0"
+        say(f"warning: {plural(told_apart, one, several)}: a penalty tells wrong answers apart")
     final = {name: found for outcome in outcomes for name, found in outcome.final.items()}
     for run in (run for run in runs if run.name in final):
         if is_collapsed(final[run.name]["accuracy"], final[run.name]["response_length"], setup.response_limit):

@@ -19,11 +19,24 @@ from aggcli.rollouts.batch import RolloutBatch, ragged_positions
 
 @dataclass(frozen=True, eq=False)
 class GlobalView:
-    """Fields that need whole groups: the raw rewards of the whole rollout batch (pass@k), one entry a training sample."""
+    """Fields that need whole groups: the raw rewards of the whole rollout batch (pass@k), one entry a training sample.
+
+    `has_advantage_S`: whether a trained token of the sample has an advantage that is not 0; None without advantages.
+    """
 
     raw_reward_S: Tensor | None
     rollout_S: Tensor
     group_S: Tensor
+    has_advantage_S: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> GlobalView:
+        """The view of a rollout batch, whose advantages are already set."""
+        has_S = None
+        if batch.advantages_T is not None:
+            counted_T = batch.loss_mask_T & (batch.advantages_T != 0)
+            has_S = torch.zeros_like(batch.rollout_S).index_add_(0, batch.sample_of_token(), counted_T.long()) > 0
+        return cls(batch.reward_S, batch.rollout_S, batch.group_S, has_S)
 
 
 @dataclass(frozen=True, eq=False)

@@ -151,7 +151,7 @@ METRICS = {
             "prompt groups",
             "the rollout batch",
             "global",
-            "groups of equal rewards or of one rollout: advantage exactly 0",
+            "groups in which every trained token's advantage is exactly 0 (without advantages: of equal rewards, or of one)",
         ),
         Metric(
             "all_right_groups",
@@ -166,6 +166,13 @@ METRICS = {
             "the rollout batch",
             "global",
             "groups in which no scored rollout is correct",
+        ),
+        Metric(
+            "all_wrong_groups_with_advantage",
+            "prompt groups",
+            "the rollout batch",
+            "global",
+            "groups in which no scored rollout is correct and advantages are not all 0: wrong answers told apart",
         ),
         Metric("groups_generated", "prompt groups", "the rollout step", "global", "prompt groups sampled, refills included"),
         Metric("groups_kept", "prompt groups", "the rollout step", "global", "prompt groups trained on"),

@@ -11,7 +11,7 @@ from aggcli.layout.views import GlobalView
 from aggcli.measurement.local import is_correct
 from aggcli.measurement.report import Values
 from aggcli.objective.advantages import Rollouts, distinct_rollouts, group_statistics
-from aggcli.rollouts.batch import NO_GROUP
+from aggcli.rollouts.batch import NO_GROUP, group_of_rollout
 
 
 def group_values(view: GlobalView, threshold: float) -> Values:
@@ -25,14 +25,24 @@ def group_values(view: GlobalView, threshold: float) -> Values:
     groups = group_statistics(rollouts)
     scored_P = groups.count_P > 0
     right_P = correct_per_group(rollouts, threshold)
+    flat_P = groups.flat_P if view.has_advantage_S is None else ~_any_in_group(view, view.has_advantage_S, len(groups.flat_P))
+    wrong_P = scored_P & (right_P == 0)
     values: Values = {
         "raw_reward_batch_std": spread,
         "groups": int(scored_P.sum()),
-        "zero_variance_groups": int((groups.flat_P & scored_P).sum()),
+        "zero_variance_groups": int((flat_P & scored_P).sum()),
         "all_right_groups": int((scored_P & (right_P == groups.count_P)).sum()),
-        "all_wrong_groups": int((scored_P & (right_P == 0)).sum()),
+        "all_wrong_groups": int(wrong_P.sum()),
+        "all_wrong_groups_with_advantage": int((wrong_P & ~flat_P).sum()),
     }
     return values | pass_at(groups.count_P[scored_P].tolist(), right_P[scored_P].tolist())
+
+
+def _any_in_group(view: GlobalView, chosen_S: torch.Tensor, groups: int) -> torch.Tensor:
+    """Whether a sample of each prompt group is among the chosen, bool [P]."""
+    group_S = group_of_rollout(view.group_S, view.rollout_S)
+    found_P = torch.zeros(groups, dtype=torch.int64)
+    return found_P.index_add_(0, group_S.clamp(min=0), (chosen_S & (group_S != NO_GROUP)).long()) > 0
 
 
 def _std(reward_G: torch.Tensor) -> float | None:

@@ -46,8 +46,9 @@ def notes_on_step(inputs: StepInputs, values: Mapping[str, Values], layouts: Seq
 def _on_data(inputs: StepInputs, values: Values) -> list[str]:
     step, notes = inputs.step, []
     if masked := values["fully_masked_samples"]:
-        they = "it counts in N and adds nothing" if masked == 1 else "they count in N and add nothing"
-        notes.append(f"fully masked samples: {masked:g}; {they} to the loss")
+        they = "it counts in N and adds no token" if masked == 1 else "they count in N and add no token"
+        baseline = "; a fully masked rollout's reward is in its group's baseline, where advantages are made from rewards"
+        notes.append(f"fully masked samples: {masked:g}; {they} to the loss{baseline}")
     if not values["tokens"]:
         notes.append("no masked-in token at all: the step is empty and takes no optimizer step")
     missing = int((step.group_S == NO_GROUP).sum())
@@ -64,14 +65,25 @@ def _on_data(inputs: StepInputs, values: Values) -> list[str]:
 def _on_groups(inputs: StepInputs, values: Values) -> list[str]:
     groups, flat = values.get("groups"), values.get("zero_variance_groups")
     advantages_T = inputs.tokens.get("advantages")
+    told_apart = values.get("all_wrong_groups_with_advantage")
+    notes = []
+    if told_apart and groups:
+        notes.append(
+            f"warning: groups without a right answer whose advantages are not 0: {told_apart:g} of {groups:g}; wrong answers"
+            " are told apart (by a length penalty or a graded reward), and the policy is trained on them"
+        )
     if not groups or not flat or advantages_T is None or not values["tokens"]:
-        return []
+        return notes
     if flat < groups or advantages_T[inputs.tokens["loss_mask"]].any():
-        return [f"zero-variance groups {flat:g}/{groups:g}: equal rewards, so advantages made from them are 0"]
+        return [
+            *notes,
+            f"zero-variance groups {flat:g}/{groups:g}: every advantage in them is 0",
+        ]
     kl = "; what moves the policy is the KL term alone" if values.get("kl_loss") and values.get("grad_norm") else ""
     return [
+        *notes,
         f"zero-variance groups {flat:g}/{groups:g}: every advantage is 0, so pg_loss is exactly 0 and there is no signal{kl}"
-        " (the spread of rewards over the whole batch does not matter)"
+        " (the spread of rewards over the whole batch does not matter)",
     ]
 
 
@@ -85,7 +97,7 @@ def _on_loss(inputs: StepInputs, values: Mapping[str, Values]) -> list[str]:
                 " this is how a step starts, not a fault"
             )
     if inputs.has_ratio and values[inputs.names[0]].get("ratio_deviation") == 0:
-        notes.append("every ratio is exactly 1: clipfrac and KL are 0 because nothing was updated since sampling")
+        notes.append("every ratio is exactly 1: pg_clipfrac and ppo_kl are 0 because nothing was updated since sampling")
     return notes
 
 

@@ -35,6 +35,7 @@ _ONLY_WHEN_ANY = {
     "zero_variance_groups",
     "all_right_groups",
     "all_wrong_groups",
+    "all_wrong_groups_with_advantage",
     "weight_share/zero_advantage",
     "weight_share/all_right_groups",
     "weight_share/all_wrong_groups",

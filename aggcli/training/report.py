@@ -125,8 +125,7 @@ class Reporter:
         found = []
         for run in range(runs):
             own = of_run(batch, batch.run_S == run)
-            view = GlobalView(own.reward_S, own.rollout_S, own.group_S)
-            found.append(group_values(view, self.config.correct_threshold) if own.num_samples else {})
+            found.append(group_values(GlobalView.of(own), self.config.correct_threshold) if own.num_samples else {})
         return found
 
     def _ready(self, run: RunSpec, step: RolloutBatch, mine_S: Tensor, given: StepTokens, found: Gradient) -> _Ready:
