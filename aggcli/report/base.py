@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -41,6 +42,17 @@ def measured_runs(frames: Frames, names: Sequence[str]) -> list[Run]:
         for run in frames.runs
         if any(np.isfinite(numbers(rows(frames.metrics, run=run.label), name)).any() for name in names)
     ]
+
+
+def is_blank(frame: pd.DataFrame, name: str) -> bool:
+    """Whether a number is recorded and null everywhere: it keeps a panel, which says so."""
+    return name in frame and len(frame) > 0 and not np.isfinite(numbers(frame, name)).any()
+
+
+def say_blank(axes: Axes) -> None:
+    """In place of a curve that has no number."""
+    axes.set_yticks([])
+    axes.text(0.5, 0.5, "null in every record", transform=axes.transAxes, ha="center", va="center", color="0.35")
 
 
 def without_data(count: int, what: str) -> str:

@@ -19,7 +19,7 @@ from aggcli.analysis.units import in_length_unit
 from aggcli.measurement.catalogue import describe
 from aggcli.measurement.words import plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, coinciding, grid, lone, modes_in_words
+from aggcli.report.base import NothingToDraw, coinciding, grid, is_blank, lone, modes_in_words, say_blank
 from aggcli.report.style import Look
 
 CURVES = ("raw_reward", "correct/response_length", "incorrect/response_length", "pg_clipfrac", "ppo_kl", "grad_norm")
@@ -48,8 +48,9 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
     drawn = {run.label: label_of[run.directory] for run in frames.runs if run.directory in label_of}
     metrics = rows(frames.metrics, frames.metrics["run"].isin(list(drawn)).to_numpy(dtype=bool))
     metrics = metrics.assign(arm=[drawn[label] for label in metrics["run"]])
-    shown = [name for name in CURVES if _moves(numbers(metrics, name))]
-    if not shown:
+    moving = [name for name in CURVES if _moves(numbers(metrics, name))]
+    shown = [name for name in CURVES if name in moving or is_blank(metrics, name)]
+    if not moving:
         raise NothingToDraw("no learning curve: no metric of the records changes over the steps")
     looks = style.looks([own[0] for own in arms.values()], dashed=True)
     same = coinciding({label: _drawn(rows(metrics, arm=label), shown) for label in arms})
@@ -65,8 +66,11 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
                 _draw(axes, own, name, replace(look, shown=text), at, len(looks))
             axes.set_title(f"{name}\n{style.metric_over(name)}", fontsize=9.5)
             axes.set_ylabel(in_length_unit(describe(name).unit, frames.length_unit) or "2-norm")
-            _fit_to_seeds(axes, numbers(metrics, name), log=name == "grad_norm")
             style.step_axis(axes, steps)
+            if name in moving:
+                _fit_to_seeds(axes, numbers(metrics, name), log=name == "grad_norm")
+            else:
+                say_blank(axes)
         style.legend_below(figure, panels[0], note=_reading(seeds, len(frames.runs) - len(drawn), same=bool(same)))
         each = f", {plural(seeds[0], 'seed')} each" if len(set(seeds)) == 1 else ""
         said = modes_in_words([look.mode for look in looks], [look.label for look in looks])
@@ -78,14 +82,17 @@ def _reading(seeds: Sequence[int], hidden: int, *, same: bool) -> str:
     if max(seeds) == 1:
         said = "one seed: a line is one run, so there is no band"
     elif len(seeds) > _MOST_SEEDS_SHOWN:
-        said = f"line: mean over seeds; with more than {_MOST_SEEDS_SHOWN} modes, single seeds and bands are left out"
+        said = f"{_LINE}; with more than {_MOST_SEEDS_SHOWN} modes, single seeds and bands are left out"
     else:
-        said = f"line: mean over seeds; faint: each seed; {_band_in_words(seeds)}"
+        said = f"{_LINE}; faint: each seed; {_band_in_words(seeds)}"
     if same:
         said += "; a = b: the lines of a are those of b in every panel"
     if hidden:
         said += f"; {plural(hidden, 'run is', 'runs are')} not drawn: on recorded rollouts, or recorded twice"
     return said
+
+
+_LINE = "line: mean over seeds, up to the last step of the shortest"
 
 
 def _band_in_words(seeds: Sequence[int]) -> str:
@@ -99,8 +106,13 @@ def _band_in_words(seeds: Sequence[int]) -> str:
 
 def _drawn(metrics: pd.DataFrame, names: Sequence[str]) -> list[np.ndarray]:
     """The steps of an arm, and its means over seeds in every panel."""
-    mean = pd.DataFrame(metrics.groupby("step")[list(names)].mean())
+    mean = pd.DataFrame(metrics[metrics["step"] <= _shared_end(metrics)].groupby("step")[list(names)].mean())
     return [mean.index.to_numpy(), mean.to_numpy(dtype="float64")]
+
+
+def _shared_end(metrics: pd.DataFrame) -> int:
+    """The last step that every run of an arm got to: beyond it a mean would be of the runs that happened to go on."""
+    return min(int(numbers(part, "step").max()) for _, part in metrics.groupby("run"))
 
 
 def _moves(values: np.ndarray) -> bool:
@@ -126,7 +138,7 @@ def _draw(axes: Axes, metrics: pd.DataFrame, name: str, look: Look, at: int, of:
     """The line of arm `at` of `of`: earlier ones are wider, so that lines that coincide stay visible."""
     table = metrics.pivot_table(index="step", columns="run", values=name, dropna=False)
     count = table.notna().sum(axis=1)
-    mean = table.mean(axis=1)
+    mean = table.mean(axis=1).where(table.index <= _shared_end(metrics))
     between = max(len(table) // 6, min(len(table), 6))
     axes.plot(
         table.index,
@@ -149,7 +161,7 @@ def _draw(axes: Axes, metrics: pd.DataFrame, name: str, look: Look, at: int, of:
         return
     for run in table:
         axes.plot(table.index, table[run], color=look.colour, alpha=0.25, linewidth=0.8, zorder=1.5)
-    banded = (count >= _FEWEST_SEEDS).to_numpy()
+    banded = ((count >= _FEWEST_SEEDS) & mean.notna()).to_numpy()
     if of > _MOST_BANDS or not banded.any():
         return
     reach = stdtrit(np.maximum(count - 1, 1), (1 + CONFIDENCE) / 2) * table.std(axis=1) / np.sqrt(np.maximum(count, 1))

@@ -18,7 +18,7 @@ from aggcli.measurement.catalogue import LENGTH_BINS, describe
 from aggcli.measurement.words import plural
 from aggcli.report import style
 from aggcli.report.accuracy import accuracy_by_tokens
-from aggcli.report.base import NothingToDraw, grid, lone, measured_runs, without_data
+from aggcli.report.base import NothingToDraw, grid, is_blank, lone, measured_runs, say_blank, without_data
 from aggcli.report.correct_ranks import correct_by_rank
 from aggcli.report.curves import learning_curves
 from aggcli.report.findings import Findings, find
@@ -162,10 +162,11 @@ def modes_over_steps(frames: Frames) -> Figure:
     Lines that coincide stay visible, since earlier runs are drawn wider. Raises `NothingToDraw` below two steps.
     """
     steps = frames.steps
-    names = [name for name in STEP_METRICS if np.isfinite(numbers(frames.metrics, name)).any()]
+    names = [name for name in STEP_METRICS if name in frames.metrics]
+    blank = [name for name in names if is_blank(frames.metrics, name)]
     if len(steps) < 2:
         raise NothingToDraw(f"only step {steps[0]} is recorded, and a curve needs two")
-    if not names:
+    if len(blank) == len(names):
         raise NothingToDraw(f"none of {', '.join(STEP_METRICS)} is recorded")
     looks = style.looks(frames.runs)
     with style.context():
@@ -173,10 +174,12 @@ def modes_over_steps(frames: Frames) -> Figure:
         for axes, name in zip(cells, names, strict=True):
             same = _draw_metric(axes, frames.metrics, looks, name, steps)
             about = style.folded(describe(name).about.split(";")[0], 64)
-            over = style.metric_over(name) + (f"; the same in all {len(looks)} runs" if same else "")
+            over = style.metric_over(name) + (f"; the same in all {len(looks)} runs" if same and name not in blank else "")
             axes.set_title(f"{about}\n{over}", fontsize=9.5)
             axes.set_ylabel(style.metric_label(name, frames.length_unit))
             style.step_axis(axes, steps)
+            if name in blank:
+                say_blank(axes)
         style.legend_below(figure, cells[0])
         style.title(figure, f"Step by step: {plural(len(looks), 'run')}, steps {steps[0]} to {steps[-1]}")
     return figure

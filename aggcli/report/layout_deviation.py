@@ -41,7 +41,7 @@ def layout_deviations(frames: Frames) -> pd.DataFrame:
 def layout_deviation(frames: Frames) -> Figure:
     """A dot per run, step and layout that differs from the first layout at all; the others are counted beside the row.
 
-    Raises `NothingToDraw` where no layout differs, or none can.
+    Raises `NothingToDraw` where no layout differs by more than rounding, or none can.
     """
     found = layout_deviations(frames)
     if not len(found):
@@ -49,10 +49,14 @@ def layout_deviation(frames: Frames) -> Figure:
     drawn = rows(found, np.isfinite(numbers(found, "deviation")) & (numbers(found, "deviation") > 0))
     if not len(drawn):
         raise NothingToDraw(f"pg_loss is the same to the last bit in all {plural(len(found), 'comparison')} of layouts")
+    limits = dict(tolerance_of(run.settings) for run in frames.runs if run.label in set(found["run"]))
+    largest = float(numbers(found, "deviation").max())
+    if largest <= min(limits.values()):
+        rounding = f"differences up to {min(limits.values()):g} are taken for rounding"
+        raise NothingToDraw(f"the layouts differ by at most {largest:.1e} in pg_loss, relative; {rounding}")
     names = list(dict.fromkeys(found["layout"]))
     first = {run.mode: replace(run, label=run.mode) for run in frames.runs if run.mode in set(found["mode"])}
     looks = style.looks(list(first.values()))
-    limits = dict(tolerance_of(run.settings) for run in frames.runs if run.label in set(found["run"]))
     with style.context():
         figure = style.new_figure(8.5, 1.9 + 0.55 * len(names))
         axes = figure.subplots()

@@ -18,6 +18,8 @@ from aggcli.report.base import NothingToDraw, grid, round_robin, runs_left_out
 from aggcli.report.style import Look
 
 _MOST_PANELS = 12
+_ROUNDING = 1e-12
+"""Losses below this share of the total weight are 0 but for rounding."""
 _ROW, _GAP = 1.0, 0.5
 """Height of a rank's row, and between layouts; in data units."""
 
@@ -144,6 +146,10 @@ def _draw_layouts(axes: Axes, look: Look, layouts: pd.DataFrame, ranks: pd.DataF
     )
     axes.use_sticky_edges = False
     axes.margins(x=0.06)
+    size = float(np.nanmax(np.abs([*numbers(measured, "total_weight"), 0.0])))
+    drawn = [*numbers(measured, "pg_loss"), *numbers(ranks, "pg_loss")]
+    if np.nanmax(np.abs(drawn)) <= _ROUNDING * size:
+        axes.set_xlim(-size, size)  # drawn at full height, the rounding of a sum of 0 would look like shares
     axes.set_ylim(places.bottom - _GAP, -0.8)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
