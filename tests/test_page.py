@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -335,6 +337,15 @@ def test_hostile_names_and_notes_are_text(tmp_path: Path) -> None:
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert page.text.count(attack) >= 4
     assert "\x00" not in source
+
+
+def test_no_script_may_run_but_the_pages_own(tmp_path: Path) -> None:
+    source = report(write_run(tmp_path / "a", samples=False))
+    (script,) = re.findall(r"<script>(.*?)</script>", source, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = next(part for part in source.split('content="') if part.startswith("default-src")).split('"')[0]
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert "unsafe-inline" not in policy.split("script-src")[1]
 
 
 @pytest.mark.slow

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from markupsafe import Markup, escape
 
 _SHORT = 44
 """Texts of table cells up to this many characters are not broken into lines."""
@@ -20,15 +21,9 @@ _ID = re.compile(r'(\sid="|url\(#|(?:xlink:)?href="#)')
 _SIZE = re.compile(r'<svg [^>]*?viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>', re.DOTALL)
 
 
-class Markup(str):
-    """Text that is HTML already."""
-
-    __slots__ = ()
-
-
 def text(value: str) -> Markup:
     """Escaped text; characters that no HTML document may hold become U+FFFD."""
-    return Markup(html.escape(_CONTROL.sub("\ufffd", value), quote=True))
+    return escape(_CONTROL.sub("\ufffd", value))
 
 
 def join(parts: Iterable[str], between: str = "\n") -> Markup:

@@ -6,13 +6,15 @@ differ, notes, and how to reproduce it. Every text from the records is escaped (
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
 import aggcli
@@ -61,11 +63,13 @@ def page(
         _section("reproduce", "How to reproduce it", _reproduce(directories, manifests)),
         element("footer", f"Made by aggcli {aggcli.__version__}, from the records alone."),
     ]
-    template = Template((_PARTS / "page.html").read_text(encoding="utf-8"))
-    return template.substitute(
+    style_, script = (Markup((_PARTS / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
+    drawn = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    return drawn.from_string((_PARTS / "page.html").read_text(encoding="utf-8")).render(
         title=text(question),
-        style=(_PARTS / "page.css").read_text(encoding="utf-8"),
-        script=(_PARTS / "page.js").read_text(encoding="utf-8"),
+        style=style_,
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),  # no other script may run
         body=join(body),
     )
 

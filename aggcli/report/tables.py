@@ -135,8 +135,8 @@ def _mode_table(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[
 
 
 def _weighted_by(name: str, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Whose weights the metrics of a rule's column take, and whose kl_loss and entropy_loss: columns of the same loss may differ
-    in them alone.
+    """Whose weights the metrics of a rule's column take, and whose kl_loss and entropy_loss: columns of the same loss may
+    differ in them alone.
     """
     rule = recorded_rule(name)
     metrics = "token mean" if rule == CUSTOM and settings["calculate_per_token_loss"] else "sample mean"
