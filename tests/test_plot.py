@@ -238,7 +238,8 @@ def test_blank_metrics_and_missing_steps_leave_gaps_and_unrecorded_metrics_no_pa
     one = write_run(tmp_path / "one", steps=[{"pg_loss": value} for value in (1.0, None, 3.0, 4.0)])
     two = write_run(tmp_path / "two", "constant", steps=[{"pg_loss": value, "ppo_kl": None} for value in (5.0, 6.0)])
     figure = modes_over_steps(read_frames([one, two]))
-    (axes,) = figure.axes
+    axes, blank = figure.axes
+    assert (blank.get_ylabel(), [text.get_text() for text in blank.texts]) == ("ppo_kl [nats]", ["null in every record"])
     first, second = axes.lines
     np.testing.assert_array_equal(first.get_ydata(), [1, np.nan, 3, 4])
     np.testing.assert_array_equal(second.get_ydata(), [5, 6, np.nan, np.nan])
