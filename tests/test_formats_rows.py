@@ -97,7 +97,7 @@ def test_nemo_rl_lists_that_are_too_short_and_unlocatable_responses_are_named(tm
         read(lines(tmp_path / "a.jsonl", nemo(token_loss_mask=None)))
     batch = read(lines(tmp_path / "a.jsonl", nemo(), nemo(token_loss_mask=[0] * 7)))
     assert (batch.response_length_S.tolist(), batch.total_length_S.tolist()) == ([3, 0], [5, 5])
-    assert "1 sample has no masked-in token: where the response began is not known, length 0" in batch.notes
+    assert "1 sample has no trained token: where the response began is not known, length 0" in batch.notes
 
 
 # -- prime-rl ---------------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def test_equal_groups_lose_nothing_but_the_kl_term_shown_apart(tmp_path, capsys,
         assert per_layout(told, mode, "pg_loss") == [0.0] * 3
         assert per_layout(told, mode, "kl_loss") == [exactly(kl)] * 3
         assert per_layout(told, mode, "loss") == [exactly(beta * kl)] * 3
-        assert (told.modes[mode]["grad_norm"] > 0) == (beta > 0)
+        assert (told.modes[mode]["grad_norm_log_probs"] > 0) == (beta > 0)
         assert told.modes[mode]["raw_reward_batch_std"] == pytest.approx(0.5773503, abs=1e-7)
     assert "zero-variance groups 2/2: every advantage is 0, so pg_loss is exactly 0" in told.err
     assert ("what moves the policy is the KL term alone" in told.err) == (beta > 0)
@@ -213,7 +213,7 @@ def test_singletons_only_are_told_to_carry_no_signal(tmp_path, capsys) -> None:
     told = compared(capsys, tmp_path, rewarded((0, 1), (1, 0), (2, 1)), "--layouts", "dp1,dp3")
     for mode in told.modes:
         assert per_layout(told, mode, "pg_loss") == [0.0] * 3
-        assert told.modes[mode]["grad_norm"] == 0.0
+        assert told.modes[mode]["grad_norm_log_probs"] == 0.0
     assert "zero-variance groups 3/3: every advantage is 0, so pg_loss is exactly 0 and there is no signal" in told.err
 
 

@@ -60,7 +60,7 @@ def _expected(samples: list[Sample]) -> tuple[dict[str, dict[str, float]], dict[
         slopes[mode] = closed_form.gradient(weight, tokens["slope"])
         numbers[mode] = {
             "pg_loss": closed_form.weighted(weight, tokens["pg_loss"]),
-            "grad_norm": sum(g * g for g in slopes[mode]) ** 0.5,
+            "grad_norm_log_probs": sum(g * g for g in slopes[mode]) ** 0.5,
             **{name: closed_form.weighted(metric_weight, tokens[name]) for name in METRICS},
         }
     return numbers, slopes

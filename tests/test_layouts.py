@@ -78,7 +78,7 @@ def test_no_mode_takes_a_factor_of_the_parallel_sizes(tmp_path, capsys) -> None:
     told = compared(capsys, tmp_path, fx_b(), "--layouts", grid)
     for mode in MODES:
         assert per_layout(told, mode, "pg_loss") == [exactly(FX_B[mode])] * 10
-        norms = per_layout(told, mode, "grad_norm")
+        norms = per_layout(told, mode, "grad_norm_log_probs")
         assert norms == [exactly(norms[0])] * 10
         assert norms[0] > 0
 
@@ -122,7 +122,7 @@ def test_every_cell_of_mode_and_layout_is_a_number(tmp_path, capsys) -> None:
     for mode in MODES:
         layouts = told.modes[mode]["layouts"]
         assert list(layouts) == cells
-        for name in ("pg_loss", "grad_norm", "ppo_kl", "kl_loss", "entropy_loss", "correct/entropy", "raw_reward"):
+        for name in ("pg_loss", "grad_norm_log_probs", "ppo_kl", "kl_loss", "entropy_loss", "correct/entropy", "raw_reward"):
             assert [layouts[cell][name] for cell in cells] == [exactly(layouts["dp1cp1:first-fit"][name])] * len(cells), name
     assert told.step["layout_deviation"] < 1e-11
 

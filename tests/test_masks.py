@@ -124,7 +124,7 @@ def test_an_all_masked_row_gives_no_nan_in_any_number(tmp_path, capsys) -> None:
     samples = [s | {"entropy": [1.0] * s["response_length"]} for s in fx_c()]
     told = compared(capsys, tmp_path, samples, *WITH_KL, "--layouts", LAYOUTS)
     for mode in MODES:
-        for name in ("pg_loss", "loss", "kl_loss", "ppo_kl", "entropy_loss", "grad_norm", "correct/entropy"):
+        for name in ("pg_loss", "loss", "kl_loss", "ppo_kl", "entropy_loss", "grad_norm_log_probs", "correct/entropy"):
             assert all(math.isfinite(x) for x in per_layout(told, mode, name)), name
     assert per_layout(told, "token_mean", "entropy_loss") == [exactly(1.0)] * 11
     # The masked sample counts in the N of the metrics' sample mean too: 3 of 4.
@@ -136,9 +136,9 @@ def test_a_step_without_a_trained_token_is_marked_empty_and_has_no_loss(tmp_path
     path = write_jsonl(tmp_path / "rollouts.jsonl", [s | {"loss_mask": [0] * s["response_length"]} for s in fx_b()])
     told = compared(capsys, tmp_path, path, "--layouts", "dp1,dp2,dp4")
     assert told.step["empty"] is True
-    assert "no masked-in token at all: the step is empty and takes no optimizer step" in told.err
+    assert "no trained token at all: the step is empty and takes no optimizer step" in told.err
     for mode in MODES:
-        for name in ("pg_loss", "loss", "grad_norm", "pg_clipfrac", "ppo_kl", "kl_loss", "total_weight"):
+        for name in ("pg_loss", "loss", "grad_norm_log_probs", "pg_clipfrac", "ppo_kl", "kl_loss", "total_weight"):
             assert per_layout(told, mode, name) == [None] * 4, name
         assert per_layout(told, mode, "tokens") == [0] * 4
         (line,) = records(told.output / mode / "metrics.jsonl")

@@ -153,7 +153,7 @@ def test_a_loss_of_0_is_explained_and_never_printed_as_minus_0(tmp_path, capsys)
         path = write_jsonl(tmp_path / "rollouts.jsonl", samples)
         told = replay(capsys, tmp_path, path, "--json", "--loss-aggregation", mode, "--layouts", LAYOUTS, command="run")
         assert per_layout(told, mode, "pg_loss") == [pytest.approx(0.0, abs=1e-15)] * 11
-        assert told.modes[mode]["grad_norm"] > 0
+        assert told.modes[mode]["grad_norm_log_probs"] > 0
         assert "but the gradient is not: with ratios of 1" in told.err
         assert f"pg_loss is 0 under {mode}" in told.err
         assert "cancel; this is how a step starts, not a fault" in told.err

@@ -43,7 +43,7 @@ def test_doubling_the_divisor_halves_the_loss_and_the_gradient(tmp_path, capsys)
     flags = ("--json", "--loss-aggregation", "constant", "--loss-aggregation-divisor")
     ten, twenty = (replay(capsys, tmp_path, fx_b(), *flags, L, command="run").modes["constant"] for L in (10, 20))
     assert (ten["pg_loss"], twenty["pg_loss"]) == (exactly(0.06875), exactly(0.034375))
-    assert twenty["grad_norm"] == exactly(ten["grad_norm"] / 2)
+    assert twenty["grad_norm_log_probs"] == exactly(ten["grad_norm_log_probs"] / 2)
 
 
 @pytest.mark.parametrize("divisor", ["0", "-0.0", "-1", "nan", "inf", "-inf", None])

@@ -136,7 +136,7 @@ def test_every_mean_of_a_replay_on_the_page_is_the_mean_of_the_records(tmp_path:
             text, value = row[mode]
             assert float(value or "nan") == math.fsum(values) / len(values)
             assert text == f"{float(value or 'nan'):.4g}" + ("1 of 2 steps" if name == "ppo_kl" else "")
-    assert found["pg_loss"]["unit, over what"][0] == "over masked-in tokens, by the mode's weights"
+    assert found["pg_loss"]["unit, over what"][0] == "over trained tokens, by the mode's weights"
 
 
 def test_the_comparison_of_trained_runs_has_the_means_differences_and_intervals_of_the_seeds(tmp_path: Path) -> None:
@@ -193,7 +193,9 @@ def test_recorded_rollouts_rank_no_mode_and_show_the_gradients_that_differ(tmp_p
     assert "no mode can change them; what the modes change is the weight of each token" in page.text
     assert not any(label.startswith("The comparison") for label in page.tables)
     for mode, norm in (("sample_mean", 2.0), ("constant", 0.5)):
-        steps = [{"pg_loss": 0.25, "grad_norm": norm * (step + 1), "effective_tokens": 10 * norm} for step in range(2)]
+        steps = [
+            {"pg_loss": 0.25, "grad_norm_log_probs": norm * (step + 1), "effective_tokens": 10 * norm} for step in range(2)
+        ]
         write_lines(comparison / mode / "metrics.jsonl", [{"step": at, "mode": mode, **step} for at, step in enumerate(steps)])
     text = Page(report(comparison)).text
     assert "Against sample_mean, mean of 2 steps:" in text

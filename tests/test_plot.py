@@ -244,7 +244,7 @@ def test_blank_metrics_and_missing_steps_leave_gaps_and_unrecorded_metrics_no_pa
     np.testing.assert_array_equal(first.get_ydata(), [1, np.nan, 3, 4])
     np.testing.assert_array_equal(second.get_ydata(), [5, 6, np.nan, np.nan])
     assert axes.get_ylabel() == "pg_loss"
-    assert "over masked-in tokens, by the mode's weights" in axes.get_title(loc="left")
+    assert "over trained tokens, by the mode's weights" in axes.get_title(loc="left")
 
 
 def test_a_lone_point_of_a_long_run_is_marked(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def replayed(folder: Path, rollouts: str = "dump", right: int = 50, **settings: 
             [
                 {
                     **{name: value for name, value in step(at, right, 50).items() if name != "rollout_step"},
-                    "grad_norm": norm,
+                    "grad_norm_log_probs": norm,
                     "gradient_ratio": norm / NORMS["sample_mean"][at],
                     "gradient_cosine": 1.0 if mode == "sample_mean" else 0.5,
                     "effective_tokens": 100.0 if mode == "sample_mean" else 200.0,
@@ -193,7 +193,7 @@ def test_replays_of_the_same_rollouts_have_no_verdict_on_accuracy_but_weights_an
     ]
     assert found["verdict"]["lines"][0]["heading"] == "against sample_mean, mean of 2 steps"
     figures = {row["outcome"] for row in found["outcomes"]}
-    assert figures == {"grad_norm", "gradient_ratio", "gradient_cosine", "effective_tokens", "weight_share/correct"}
+    assert figures == {"grad_norm_log_probs", "gradient_ratio", "gradient_cosine", "effective_tokens", "weight_share/correct"}
     assert not any(row["difference"] is not None or row["p"] is not None for row in found["outcomes"])
     for kind in ("table", "md", "latex"):
         out, said = printed(capsys, runs, format=kind)
@@ -204,7 +204,7 @@ def test_replays_of_the_same_rollouts_have_no_verdict_on_accuracy_but_weights_an
         assert "no curve is fitted" not in said
     table = printed(capsys, runs)[0].splitlines()
     assert max(map(len, table)) <= 80
-    assert any(line.split() == ["gradient", "norm", "3", "1", "0.5"] for line in table), table
+    assert any(line.split() == ["grad", "norm,", "log-probs", "3", "1", "0.5"] for line in table), table
 
 
 def test_another_baseline_has_its_own_ratios_and_no_cosine_that_was_recorded_against_another_mode(
@@ -241,7 +241,7 @@ def test_replays_of_many_arms_have_a_block_a_figure_and_break_no_number(tmp_path
     arms = [one for at in range(3) for one in replayed(tmp_path / str(at), eps_clip=0.1 * (at + 1))]
     out, _ = printed(capsys, arms)
     assert max(map(len, out.splitlines())) <= 80
-    assert "\ngradient norm (mean of steps 0 to 1)\n" in out
+    assert "\ngrad norm, log-probs (mean of steps 0 to 1)\n" in out
     assert out.count("n = 1") == 9 * 5
 
 

@@ -134,7 +134,7 @@ def test_what_has_no_interval_says_why_in_every_format(tmp_path: Path, capsys: p
 
 
 def replayed(folder: Path, unit: str | None, mode: str = "sample_mean") -> Path:
-    lines = [{"step": at, "pg_loss": 0.1, "grad_norm": 1.0 + at, "effective_tokens": 10.0} for at in range(2)]
+    lines = [{"step": at, "pg_loss": 0.1, "grad_norm_log_probs": 1.0 + at, "effective_tokens": 10.0} for at in range(2)]
     facts = {} if unit is None else {"length_unit": unit}
     return write_run(folder, mode, 0, lines, settings={"rollouts": ["dump"], "train": False}, modes=["sample_mean"], **facts)
 

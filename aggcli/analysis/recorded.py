@@ -23,10 +23,15 @@ from aggcli.measurement.words import plural
 from aggcli.records import METRICS
 
 _LENGTHS = dict(zip(LENGTH_BINS, ("0-25 %", "25-50 %", "50-75 %", "75-100 %"), strict=True))
+_NORMS = {
+    "grad_norm_log_probs": "grad norm, log-probs",
+    "grad_norm": "grad norm, parameters",
+}
+"""Of a replay, and of training: never set against each other."""
 _HEADS = {
     "total_weight": "total weight (sum w)",
     "effective_tokens": "effective tokens",
-    "grad_norm": "gradient norm",
+    **_NORMS,
     "gradient_ratio": "gradient norm over the baseline's",
     "gradient_cosine": "cosine to the baseline's gradient",
     **{f"weight_share/length_{bin_}": f"weight on length {share}" for bin_, share in _LENGTHS.items()},
@@ -101,10 +106,11 @@ def _means(lines: Lines, against: Lines, *, cosine: bool) -> dict[str, float]:
     """Name -> mean over the steps that have a number; without the names that none has."""
     found: dict[str, list[float]] = {}
     for step, line in lines.items():
-        norm, theirs = line.get("grad_norm"), against.get(step, {}).get("grad_norm")
+        norms = [(line.get(name), against.get(step, {}).get(name)) for name in _NORMS]
         values = {**{name: line.get(name) for name in RECORDED_OUTCOMES}, "gradient_ratio": None}
-        if norm is not None and theirs:
-            values["gradient_ratio"] = norm / theirs
+        for norm, theirs in norms:
+            if norm is not None and theirs:
+                values["gradient_ratio"] = norm / theirs
         if not cosine:
             values["gradient_cosine"] = None
         for name, value in values.items():

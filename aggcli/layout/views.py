@@ -44,7 +44,7 @@ class LocalView:
     """What rank (dp_rank, cp_rank) holds of one optimizer step.
 
     Per sample, in partition order [S]: `sample_S`, its position in the step; `local_raw_reward_S` (None without rewards),
-    `response_length_S`, `total_length_S`, `mask_sum_S` (masked-in tokens of the whole sample, over all context-parallel ranks),
+    `response_length_S`, `total_length_S`, `mask_sum_S` (trained tokens of the whole sample, over all context-parallel ranks),
     `rollout_share_S` (1 over the number of training samples of its rollout), `micro_batch_S`. Per token, only the tokens this
     rank computes, micro-batch after micro-batch and sample after sample [T]: `tokens`, by field name; `weights`, by aggregation
     rule; `step_position_T`, positions in the step's flat arrays. `order_S` lists the samples in the order of the tokens, and

@@ -20,7 +20,7 @@ def skipped(inputs: StepInputs) -> dict[str, str]:
     step = inputs.step
     if "advantages" not in inputs.tokens:
         need = "needs advantage, or reward and group_index"
-        found |= dict.fromkeys(("pg_loss", "loss", "grad_norm", "pg_clipfrac"), need)
+        found |= dict.fromkeys(("pg_loss", "loss", "grad_norm_log_probs", "pg_clipfrac"), need)
     if not inputs.has_ratio:
         need = "needs log_probs and old_log_probs (or rollout_log_probs)"
         found |= dict.fromkeys(("pg_clipfrac", "ppo_kl", "ratio_deviation"), need)
@@ -50,7 +50,7 @@ def _on_data(inputs: StepInputs, values: Values) -> list[str]:
         baseline = "; a fully masked rollout's reward is in its group's baseline, where advantages are made from rewards"
         notes.append(f"fully masked samples: {masked:g}; {they} to the loss{baseline}")
     if not values["tokens"]:
-        notes.append("no masked-in token at all: the step is empty and takes no optimizer step")
+        notes.append("no trained token at all: the step is empty and takes no optimizer step")
     missing = int((step.group_S == NO_GROUP).sum())
     if 0 < missing < step.num_samples:
         those = plural(missing, "sample has", "samples have")
@@ -79,7 +79,7 @@ def _on_groups(inputs: StepInputs, values: Values) -> list[str]:
             *notes,
             f"zero-variance groups {flat:g}/{groups:g}: every advantage in them is 0",
         ]
-    kl = "; what moves the policy is the KL term alone" if values.get("kl_loss") and values.get("grad_norm") else ""
+    kl = "; what moves the policy is the KL term alone" if values.get("kl_loss") and values.get("grad_norm_log_probs") else ""
     return [
         *notes,
         f"zero-variance groups {flat:g}/{groups:g}: every advantage is 0, so pg_loss is exactly 0 and there is no signal{kl}"
@@ -90,7 +90,7 @@ def _on_groups(inputs: StepInputs, values: Values) -> list[str]:
 def _on_loss(inputs: StepInputs, values: Mapping[str, Values]) -> list[str]:
     notes = []
     for rule in inputs.names:
-        loss, norm = values[rule].get("pg_loss"), values[rule].get("grad_norm")
+        loss, norm = values[rule].get("pg_loss"), values[rule].get("grad_norm_log_probs")
         if loss is not None and abs(loss) < ZERO and norm and not values[rule].get("ratio_deviation"):
             notes.append(
                 f"pg_loss is 0 under {rule} but the gradient is not: with ratios of 1, advantages centred in each group cancel;"

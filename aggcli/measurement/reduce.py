@@ -21,7 +21,7 @@ def combine(parts: Sequence[Partials]) -> Partials:
 
 
 def reduced_values(total: Partials, rule: str) -> Values:
-    """The step's numbers under one rule. A step without a masked-in token has no weighted numbers: they are None."""
+    """The step's numbers under one rule. A step without a trained token has no weighted numbers: they are None."""
     return _values(total, rule, weighted=total.sums[("tokens",)] > 0)
 
 
@@ -37,7 +37,7 @@ def sizes(total: Partials, rule: str) -> dict[str, float]:
 def rank_values(part: Partials, rule: str, *, empty: bool = False) -> Values:
     """A rank's own numbers: its share of weighted ones, its own means, counts, maxima and norms.
 
-    `empty`: the whole step has no masked-in token, so there is nothing to have a share of.
+    `empty`: the whole step has no trained token, so there is nothing to have a share of.
     """
     return _values(part, rule, weighted=not empty)
 

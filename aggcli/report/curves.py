@@ -22,7 +22,8 @@ from aggcli.report import style
 from aggcli.report.base import NothingToDraw, coinciding, grid, is_blank, lone, modes_in_words, say_blank
 from aggcli.report.style import Look
 
-CURVES = ("raw_reward", "correct/response_length", "incorrect/response_length", "pg_clipfrac", "ppo_kl", "grad_norm")
+NORMS = ("grad_norm", "grad_norm_log_probs")
+CURVES = ("raw_reward", "correct/response_length", "incorrect/response_length", "pg_clipfrac", "ppo_kl", *NORMS)
 _MOST_SEEDS_SHOWN = 8
 """Beyond this many modes, single seeds would hide the lines."""
 _MOST_BANDS = 4
@@ -68,7 +69,7 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
             axes.set_ylabel(in_length_unit(describe(name).unit, frames.length_unit) or "2-norm")
             style.step_axis(axes, steps)
             if name in moving:
-                _fit_to_seeds(axes, numbers(metrics, name), log=name == "grad_norm")
+                _fit_to_seeds(axes, numbers(metrics, name), log=name in NORMS)
             else:
                 say_blank(axes)
         style.legend_below(figure, panels[0], note=_reading(seeds, len(frames.runs) - len(drawn), same=bool(same)))

@@ -22,7 +22,7 @@ from aggcli.report.markup import Cell, Markup, Number, element, join, table
 _PRECISION = 4
 _MOST_COLUMNS = 8
 """Runs are columns up to this many; more would not fit a page."""
-_LAST = ("raw_reward", "response_length", "entropy_loss", "pg_clipfrac", "ppo_kl", "grad_norm")
+_LAST = ("raw_reward", "response_length", "entropy_loss", "pg_clipfrac", "ppo_kl", "grad_norm", "grad_norm_log_probs")
 
 
 def run_table(frames: Frames, manifests: Mapping[str, Mapping[str, Any]]) -> Markup:

@@ -19,7 +19,7 @@ Step = Mapping[str, Any]
 _NEGLIGIBLE = 1e-12
 """A loss below this is 0 but for rounding, and is shown as 0."""
 
-_LOSS = ("pg_loss", "loss", "total_weight", "effective_tokens", "grad_norm", "gradient_ratio", "gradient_cosine")
+_LOSS = ("pg_loss", "loss", "total_weight", "effective_tokens", "grad_norm_log_probs", "gradient_ratio", "gradient_cosine")
 _METRICS = (
     "pg_clipfrac",
     "pg_clipfrac_dual",
@@ -44,7 +44,7 @@ _ONLY_WHEN_ANY = {
 _LABELS = {
     "total_weight": "total weight (sum w)",
     "effective_tokens": "effective {unit}",
-    "grad_norm": "gradient norm",
+    "grad_norm_log_probs": "grad norm, log-probs",
     "gradient_ratio": "  over {baseline}'s",
     "gradient_cosine": "  cosine to {baseline}'s",
     "weight_share/length_p25": "weight on length 0-25 %",

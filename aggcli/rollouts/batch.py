@@ -74,7 +74,7 @@ class RolloutBatch:
     not name them, None where it does.
 
     Raises `RolloutError` (a ValueError) naming step, sample and field when the parts contradict each other, when a
-    masked-in token has a number that is not finite, or when siblings of a rollout differ in reward, group or run.
+    trained token has a number that is not finite, or when siblings of a rollout differ in reward, group or run.
     """
 
     response_length_S: Tensor
@@ -136,7 +136,7 @@ class RolloutBatch:
         )
 
     def mask_sum_S(self) -> Tensor:
-        """Masked-in tokens of each sample, int64."""
+        """Trained tokens of each sample, int64."""
         tokens = self.loss_mask_T.numel()
         if not tokens:
             return torch.zeros_like(self.response_length_S)

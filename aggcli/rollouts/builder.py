@@ -127,7 +127,7 @@ class BatchBuilder:
         if get("remove_sample") is True:
             self._counts["removed"] += 1
             bits = bytes(length)
-        may_lack = 1 not in bits  # no masked-in token: nothing of it is ever read
+        may_lack = 1 not in bits  # no trained token: nothing of it is ever read
 
         for field, column in self._columns.items():
             values = lists[field]

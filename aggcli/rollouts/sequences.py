@@ -1,6 +1,6 @@
 """Dumps whose per-token lists run over prompt and response together: the response is what follows the prompt.
 
-No such format says where the response begins, but none trains on the prompt, so it begins at the first masked-in token.
+No such format says where the response begins, but none trains on the prompt, so it begins at the first trained token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def response_part(
     """The part of the lists of `row` that belongs to the response, under the canonical `names`.
 
     `mask` and `ids` are the keys of the loss mask and the token ids; `length` is the sequence's length without padding
-    behind it, by default that of the mask. A sequence without a masked-in token has a response of length 0. Raises
+    behind it, by default that of the mask. A sequence without a trained token has a response of length 0. Raises
     `FieldError` for a list that is missing or shorter than the sequence.
     """
     mask_list = listed(row.get(mask), mask)
@@ -75,4 +75,4 @@ class Sequences:
         self._groups.close()
         if self._empty:
             samples = counted(self._empty, "sample has", "samples have")
-            self._builder.notes.append(f"{samples} no masked-in token: where the response began is not known, length 0")
+            self._builder.notes.append(f"{samples} no trained token: where the response began is not known, length 0")

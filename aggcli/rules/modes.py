@@ -9,8 +9,8 @@ from aggcli.rules.rule import Denominator as By
 from aggcli.rules.rule import Rule
 
 NOTATION = (
-    "One optimizer step: N rollouts, P prompt groups, n_r trained (masked-in) tokens of rollout r (all its training samples"
-    " together), T_p trained tokens of prompt group p, T all trained tokens, L the divisor, l_t the loss of token t."
+    "One optimizer step: N rollouts, P prompt groups, n_r trained tokens (loss_mask 1) of rollout r (all its training"
+    " samples together), T_p trained tokens of prompt group p, T all trained tokens, L the divisor, l_t the loss of token t."
 )
 
 SAMPLE_MEAN = Rule(

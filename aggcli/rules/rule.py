@@ -31,7 +31,7 @@ Counted = Literal[
     "tokens of the prompt and sign",
     "prompt's samples per sample of the sign",
 ]
-"""What a denominator counts. Tokens are trained (masked-in) tokens; the padded width is the longest response, masked tokens
+"""What a denominator counts. Tokens are trained tokens; the padded width is the longest response, masked tokens
 included; the length power is n_i ** alpha; the sign is that of the sample's advantage."""
 
 RULE_SETTINGS = ("loss_aggregation_divisor", "prompt_mean_scale")

@@ -119,7 +119,7 @@ class Trainer:
         groups: Sequence[Values],
         sampled: Sequence[Values],
     ) -> list[RunReport]:
-        """Gradient, update and report of one optimizer step. A run without a masked-in token, or whose gradient is not
+        """Gradient, update and report of one optimizer step. A run without a trained token, or whose gradient is not
         finite, does not step."""
         rows = rows_of_rank(step, len(self.runs), self.layout, self.world)
         objective = self.config.objective

@@ -98,7 +98,7 @@ def padded_tokens(batch: RolloutBatch) -> Tensor:
 
 
 def supervised(initial: Parameters, policy: PolicyConfig, recorded: Recorded, steps: int, lr: float) -> Parameters:
-    """A warm start on the dump's own responses: `steps` AdamW steps on the mean negative log-likelihood of masked-in tokens."""
+    """A warm start on the dump's own responses: `steps` AdamW steps on the mean negative log-likelihood of trained tokens."""
     leaves = {name: value.detach().clone().requires_grad_() for name, value in initial.items()}
     optimizer = torch.optim.AdamW(leaves.values(), lr=lr, weight_decay=0.0)
     for step in range(steps):
