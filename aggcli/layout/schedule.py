@@ -9,12 +9,12 @@ idle.
 from __future__ import annotations
 
 import heapq
-import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aggcli.errors import SettingError, nearest
+from aggcli.layout.balanced import karmarkar_karp
 
 Packs = list[list[int]]
 
@@ -253,41 +253,3 @@ def _halves(pack: list[int], lengths: Sequence[int]) -> tuple[list[int], list[in
 
 def _tokens(pack: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(lengths[sample] for sample in pack)
-
-
-# -- balanced partitions --------------------------------------------------------------------------------------------
-
-
-def karmarkar_karp(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Split positions into `parts` lists of nearly even total length (Karmarkar and Karp's differencing method).
-
-    Repeatedly merges the two partial solutions with the largest spread, putting the heaviest part of one with the lightest
-    of the other. Each list is in rising order; the lists come heaviest first. Parts may be empty.
-    """
-    if parts == 1:
-        return [list(range(len(lengths)))]
-    # A part is (total, members).
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
-        (-length, sample, [(length, [sample]), *[(0, [])] * (parts - 1)]) for sample, length in enumerate(lengths)
-    ]
-    heapq.heapify(heap)
-    made = len(heap)
-    while len(heap) > 1:
-        first = heapq.heappop(heap)[2]
-        second = heap[0][2]
-        merged = [(a + b, _joined(left, right)) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
-        merged.sort(key=_total, reverse=True)
-        heapq.heapreplace(heap, (merged[-1][0] - merged[0][0], made, merged))
-        made += 1
-    return [sorted(members) for _, members in heap[0][2]] if heap else [[] for _ in range(parts)]
-
-
-_total = operator.itemgetter(0)
-
-
-def _joined(left: list[int], right: list[int]) -> list[int]:
-    """Both lists in one of them: the longer is extended, so that each member moves a logarithmic number of times."""
-    if len(left) < len(right):
-        left, right = right, left
-    left += right
-    return left
