@@ -286,7 +286,7 @@ def test_openrlhf_rows_are_read_over_the_sequence_or_over_the_response(tmp_path:
     }
     assert batch.reward_S is not None
     assert batch.reward_S.tolist() == [1.0, 0.0]
-    assert batch.status_S == (None, "truncated")
+    assert batch.status_S == ("not truncated", "truncated")
     assert batch.group_S.tolist() == [0, 0]
 
 

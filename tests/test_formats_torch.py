@@ -69,7 +69,7 @@ def test_the_files_that_miles_ranks_wrote_are_one_step_in_the_rollouts_order(tmp
     assert batch.token_fields["log_probs_T"].tolist() == [-1.0, -2.0, -2.0] + [-3.0] * 3 + [-4.0] * 4
     assert batch.token_ids_U is not None
     assert batch.token_ids_U.tolist() == [9, 0, 9, 1, 1, 9, 2, 2, 2, 9, 3, 3, 3, 3]
-    assert batch.status_S == (None, None, None, "truncated")
+    assert batch.status_S == ("not truncated", "not truncated", "not truncated", "truncated")
     assert batch.group_S.eq(NO_GROUP).all()
     assert batch.recorded is not None
     assert batch.recorded.steps == (RecordedStep(partitions=((2, 0), (1, 3)), micro_batches=(((0, 1),), ((0, 1),))),)

@@ -114,7 +114,7 @@ def test_a_real_train_dump_keeps_float32_exactly_and_the_raw_reward_not_the_norm
     assert batch.reward_S is not None
     assert batch.reward_S.tolist() == payload["raw_reward"]
     assert batch.group_S.eq(NO_GROUP).all()
-    assert batch.status_S is None
+    assert batch.status_S == ("not truncated",) * 64
 
 
 # The partitions that the writer of the dumps printed.
@@ -202,7 +202,7 @@ def test_without_raw_reward_the_local_one_is_taken_and_truncated_is_a_status(tmp
     batch = read_slime(edited(tmp_path, "slime_train/0.pt", change), "s")
     assert batch.reward_S is not None
     assert batch.reward_S.mean() == FACTS[0][0]
-    assert batch.status_S == tuple("truncated" if i == 3 else None for i in range(64))
+    assert batch.status_S == tuple("truncated" if i == 3 else "not truncated" for i in range(64))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from aggcli.measurement.report import StepReport
 from aggcli.policy.transformer import logits
 from aggcli.replay import Replay
 from aggcli.rollouts.batch import RolloutBatch
+from aggcli.tasks.protocol import END
 from aggcli.training.loop import Trainer
 from aggcli.training.report import RunReport
 from aggcli.world import ALONE
@@ -230,6 +231,17 @@ def test_what_training_records_is_what_a_replay_of_its_rollouts_reports(several:
         for line in trained.layout_lines():
             _same(line, shown[line["layout"]], own)
             assert "correct/lengths" in line
+
+
+def test_a_response_that_reached_the_limit_without_an_end_token_is_truncated(several: Watched) -> None:
+    shares = []
+    for (step, _, _), tokens_SL, reports in zip(several.steps, several.tokens, several.reports, strict=True):
+        for run, report in enumerate(reports):
+            ended = [END in row for row, at in zip(tokens_SL.tolist(), step.run_S.tolist(), strict=True) if at == run]
+            shares.append(ended.count(False) / len(ended))
+            assert report.values["truncated"] == shares[-1]
+    assert max(shares) > 0
+    assert min(shares) < 1
 
 
 def test_the_recorded_advantages_are_grpos_of_the_rewards(several: Watched) -> None:

@@ -44,6 +44,7 @@ class LocalView:
     """What rank (dp_rank, cp_rank) holds of one optimizer step.
 
     Per sample, in partition order [S]: `sample_S`, its position in the step; `local_raw_reward_S` (None without rewards),
+    `truncated_S` (1, 0, or NaN where the source does not say; None where it says nothing),
     `response_length_S`, `total_length_S`, `mask_sum_S` (trained tokens of the whole sample, over all context-parallel ranks),
     `rollout_share_S` (1 over the number of training samples of its rollout), `micro_batch_S`. Per token, only the tokens this
     rank computes, micro-batch after micro-batch and sample after sample [T]: `tokens`, by field name; `weights`, by aggregation
@@ -58,6 +59,7 @@ class LocalView:
     cp_rank: int
     sample_S: Tensor
     local_raw_reward_S: Tensor | None
+    truncated_S: Tensor | None
     response_length_S: Tensor
     total_length_S: Tensor
     mask_sum_S: Tensor
@@ -87,6 +89,7 @@ def cut(
     alone.
     """
     owner_T = torch.from_numpy(owner_of_tokens(step.total_length_S.numpy(), step.response_length_S.numpy(), cp))
+    truncated_S = step.truncated_S
     mask_sum_S, share_S = step.mask_sum_S(), rollout_share(step.rollout_S)
     views = []
     for dp_rank, (partition, micro_batches) in enumerate(zip(schedule.partitions, schedule.micro_batches, strict=True)):
@@ -105,6 +108,7 @@ def cut(
                     cp_rank=cp_rank,
                     sample_S=held_S,
                     local_raw_reward_S=None if step.reward_S is None else step.reward_S[held_S],
+                    truncated_S=None if truncated_S is None else truncated_S[held_S],
                     response_length_S=step.response_length_S[held_S],
                     total_length_S=step.total_length_S[held_S],
                     mask_sum_S=mask_sum_S[held_S],

@@ -111,6 +111,13 @@ METRICS = {
         Metric("raw_reward", "reward", "scored rollouts", "mean", "raw reward, each rollout once", "higher"),
         Metric("response_length", "tokens", "training samples", "mean", "response length, masked tokens included"),
         Metric(
+            "truncated",
+            "share",
+            "training samples whose source says how they ended",
+            "mean",
+            "responses that were cut at the response limit, without an end token",
+        ),
+        Metric(
             "correct/count",
             "training samples",
             "the step",
@@ -252,6 +259,20 @@ METRICS = {
             "weight on groups without a right rollout",
         ),
     )
+}
+
+BESIDE = ("pg_clipfrac", "pg_clipfrac_dual", "ppo_kl", "kl_loss", "entropy_loss", "ratio_deviation", "sampler_mismatch")
+"""Metrics of which the value over the trained rollouts alone stands beside the one that counts all."""
+OVER_TRAINED = "/trained_rollouts"
+METRICS |= {
+    name + OVER_TRAINED: Metric(
+        name + OVER_TRAINED,
+        METRICS[name].unit,
+        "trained rollouts",
+        "global",
+        f"{name}, as if the step held only the rollouts with a trained token; where a step has others and their number counts",
+    )
+    for name in BESIDE
 }
 
 LENGTH_BINS = tuple(_LENGTH_BINS)

@@ -56,7 +56,7 @@ def inventory(batch: RolloutBatch, objective: ObjectiveConfig, correct_threshold
         "advantages": origin,
         "recorded_layout": _recorded(batch),
         "status": _statuses(batch),
-        "truncated_samples": None if batch.truncated_S is None else int(batch.truncated_S.sum()),
+        "truncated_samples": None if batch.truncated_S is None else int(batch.truncated_S.nansum()),
     }
     refused = _refused(batch)
     usable = [mode.name for mode in MODES if mode.name not in refused]

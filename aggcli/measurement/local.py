@@ -226,6 +226,10 @@ def _sample_columns(view: LocalView, config: MeasureConfig) -> tuple[dict[Key, T
         ("response_length", "sum"): counted_S * length_S,
         ("response_length", "count"): counted_S,
     }
+    if view.truncated_S is not None:
+        said_S = ~view.truncated_S.isnan()
+        found[("truncated", "sum")] = counted_S * torch.where(said_S, view.truncated_S, 0.0)
+        found[("truncated", "count")] = counted_S * said_S
     sizes: dict[Key, Tensor] = {}
     if view.local_raw_reward_S is None:
         return found, sizes

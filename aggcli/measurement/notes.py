@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from aggcli.errors import some
+from aggcli.measurement.catalogue import OVER_TRAINED
 from aggcli.measurement.report import LayoutReport, Values
-from aggcli.measurement.words import plural
+from aggcli.measurement.words import listed, plural
 from aggcli.objective.step import StepInputs
 from aggcli.rollouts.batch import NO_GROUP
 
@@ -40,7 +41,13 @@ def skipped(inputs: StepInputs) -> dict[str, str]:
 def notes_on_step(inputs: StepInputs, values: Mapping[str, Values], layouts: Sequence[LayoutReport]) -> list[str]:
     """Plain sentences about one step. `values`: the numbers of each rule."""
     first = values[inputs.names[0]]
-    return [*_on_data(inputs, first), *_on_groups(inputs, first), *_on_loss(inputs, values), *_on_ranks(layouts)]
+    return [
+        *_on_data(inputs, first),
+        *_on_trained_rollouts(values),
+        *_on_groups(inputs, first),
+        *_on_loss(inputs, values),
+        *_on_ranks(layouts),
+    ]
 
 
 def _on_data(inputs: StepInputs, values: Values) -> list[str]:
@@ -60,6 +67,24 @@ def _on_data(inputs: StepInputs, values: Values) -> list[str]:
     elif step.old_log_probs_T is None:
         notes.append("old_log_probs are missing: rollout_log_probs are taken as the policy that sampled")
     return notes
+
+
+def _on_trained_rollouts(values: Mapping[str, Values]) -> list[str]:
+    """Metrics that count fully masked rollouts: what they are without, once for the rules that agree in that."""
+    rules: dict[str, list[str]] = {}
+    for rule, numbers in values.items():
+        found = [name.removesuffix(OVER_TRAINED) for name in numbers if name.endswith(OVER_TRAINED)]
+        texts = [
+            f"{name} {without:.5g} (counted: {counted:.5g})"
+            for name in found
+            if (without := numbers[name + OVER_TRAINED]) is not None and (counted := numbers[name]) is not None
+        ]
+        if texts:
+            rules.setdefault(", ".join(texts), []).append(rule)
+    return [
+        f"fully masked rollouts count as 0 in these metrics under {listed(names)}; over the trained rollouts alone: {text}"
+        for text, names in rules.items()
+    ]
 
 
 def _on_groups(inputs: StepInputs, values: Values) -> list[str]:
@@ -91,7 +116,7 @@ def _on_loss(inputs: StepInputs, values: Mapping[str, Values]) -> list[str]:
     notes = []
     for rule in inputs.names:
         loss, norm = values[rule].get("pg_loss"), values[rule].get("grad_norm_log_probs")
-        if loss is not None and abs(loss) < ZERO and norm and not values[rule].get("ratio_deviation"):
+        if loss is not None and abs(loss) < ZERO and norm and values[rule].get("ratio_deviation", 0) == 0:
             notes.append(
                 f"pg_loss is 0 under {rule} but the gradient is not: with ratios of 1, advantages centred in each group cancel;"
                 " this is how a step starts, not a fault"

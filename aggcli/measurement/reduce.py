@@ -21,15 +21,17 @@ def combine(parts: Sequence[Partials]) -> Partials:
 
 
 def reduced_values(total: Partials, rule: str) -> Values:
-    """The step's numbers under one rule. A step without a trained token has no weighted numbers: they are None."""
+    """The step's numbers under one rule. A step without a trained token has no weighted numbers: they are None, as is a number
+    that overflows."""
     return _values(total, rule, weighted=total.sums[("tokens",)] > 0)
 
 
 def sizes(total: Partials, rule: str) -> dict[str, float]:
-    """The sum of the absolute terms of each number of the step whose terms may have either sign, divided as the number is."""
+    """The sum of the absolute terms of each number of the step whose terms may have either sign, divided as the number is;
+    without those that overflow."""
     found: dict[str, float] = {}
     for name, reduction, key, count in _numbers_in(tuple(total.sums), tuple(total.maxima), rule):
-        if key in total.sizes and (reduction != "mean" or total.sums[count]):
+        if math.isfinite(total.sizes.get(key, math.nan)) and (reduction != "mean" or total.sums[count]):
             found[name] = total.sizes[key] / (total.sums[count] if reduction == "mean" else 1.0)
     return found
 
@@ -52,7 +54,7 @@ def _values(part: Partials, rule: str, *, weighted: bool) -> Values:
         elif reduction == "max":
             value = part.maxima[key]
             values[name] = value if math.isfinite(value) else None
-        elif not weighted:
+        elif not weighted or not math.isfinite(part.sums[key]):
             values[name] = None
         else:
             values[name] = part.sums[key] + 0.0 if reduction == "weighted" else math.sqrt(max(part.sums[key], 0.0))
@@ -72,7 +74,7 @@ def _numbers_in(sums: tuple[Key, ...], maxima: tuple[Key, ...], rule: str) -> li
 
 
 def _mean(total: float, count: float) -> float | None:
-    return total / count if count else None
+    return total / count if count and math.isfinite(total) else None
 
 
 def _whole(count: float) -> int:
@@ -83,7 +85,7 @@ def _whole(count: float) -> int:
 def gradient_comparison(total: Partials, rules: Sequence[str], baseline: str) -> dict[str, Values]:
     """Each rule's gradient against the baseline's: ratio of norms (of effective learning rates) and cosine.
 
-    None where a norm is 0, and nothing at all without gradients.
+    None where a norm is 0 or overflows, and nothing at all without gradients.
     """
     found: dict[str, Values] = {}
     for rule in rules:
@@ -91,6 +93,8 @@ def gradient_comparison(total: Partials, rules: Sequence[str], baseline: str) ->
             return {}
         own, base = (math.sqrt(max(total.sums[("gradient", r, r)], 0.0)) for r in (rule, baseline))
         inner = total.sums[("gradient", rule, baseline)]
+        if not all(map(math.isfinite, (own, base, inner))):
+            own = base = inner = 0.0
         found[rule] = checked(
             {
                 "gradient_ratio": own / base if base else None,
@@ -100,9 +104,11 @@ def gradient_comparison(total: Partials, rules: Sequence[str], baseline: str) ->
     return found
 
 
-def not_finite(total: Partials) -> str | None:
-    """The name of a number that overflowed, or None."""
-    return next((key[0] for key, value in total.sums.items() if not math.isfinite(value)), None)
+def overflowed(total: Partials) -> list[str]:
+    """The names of the numbers that overflowed."""
+    sums = [key[0] for key, value in total.sums.items() if not math.isfinite(value)]
+    maxima = [key[0] for key, value in total.maxima.items() if value == math.inf]
+    return list(dict.fromkeys("grad_norm_log_probs" if name == "gradient" else name for name in (*sums, *maxima)))
 
 
 # -- vectors that cross ranks ---------------------------------------------------------------------------------------

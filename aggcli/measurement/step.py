@@ -18,9 +18,11 @@ from aggcli.measurement.influence import influence
 from aggcli.measurement.local import HELD, MeasureConfig, Partials, marks, measure
 from aggcli.measurement.notes import notes_on_step, skipped
 from aggcli.measurement.ranks import Measured
-from aggcli.measurement.reduce import combine, gradient_comparison, not_finite, rank_values, reduced_values, sizes
+from aggcli.measurement.reduce import combine, gradient_comparison, overflowed, rank_values, reduced_values, sizes
 from aggcli.measurement.report import TWIN, LayoutReport, RankReport, StepReport, Values
 from aggcli.measurement.samples import sample_columns, weight_of_samples
+from aggcli.measurement.tokens import overflowing
+from aggcli.measurement.trained_rollouts import over_trained_rollouts
 from aggcli.objective.step import StepInputs, in_layout
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
 
@@ -72,18 +74,19 @@ def report_step(
     layout in one process beside them as the check, where the step `is_checked`; `is_detailed`: with per-sample columns and what
     each rule does to the batch.
 
-    Raises `RolloutError` where a number overflows.
+    A metric that overflows is None, and `skipped` says why. Raises `RolloutError` where the loss overflows.
     """
     step, rules = inputs.step, inputs.names
     shared = groups | {"rollouts": int(is_first(step.rollout_S).sum()), "prompts": _count_groups(step)}
     reports, total = _layout_reports(inputs, layouts, measuring, shared, processes, is_checked=is_checked)
-    if bad := not_finite(total):
-        raise RolloutError(
-            f"{step.name}: {bad} overflows float64: a log-probability or an advantage is too large; mask it out or mend it"
-        )
+    reasons = _overflows(inputs, total, measuring)
     recorded = [report for report in reports if report.evaluated != TWIN]
     done = _what_rules_do(inputs, total, measuring) if is_detailed else {}
-    values = {rule: recorded[0].values[rule] | shared | done.get(rule, {}) | checked(head.extra) for rule in rules}
+    beside = over_trained_rollouts(inputs, measuring)
+    values = {
+        rule: recorded[0].values[rule] | beside.get(rule, {}) | shared | done.get(rule, {}) | checked(head.extra)
+        for rule in rules
+    }
     moving = {rule.name: rule for rule in inputs.rules if inputs.moves(rule)}
     comparison = compare_layouts(reports, [rule for rule in rules if rule not in moving], list(moving))
     return StepReport(
@@ -96,7 +99,7 @@ def report_step(
         advantages=head.advantages,
         empty=not bool(step.loss_mask_T.any()),
         notes=[*head.notes, *notes_on_step(inputs, values, recorded), *_moving(comparison, inputs)],
-        skipped=skipped(inputs),
+        skipped=skipped(inputs) | reasons,
         samples=sample_columns(step, measuring.correct_threshold) if is_detailed else {},
         weights={rule: weight_of_samples(step, inputs.weights[rule]) for rule in rules} if is_detailed else {},
     )
@@ -127,6 +130,22 @@ def _layout_reports(
             reports.append(_layout_report(layout, how, schedule, of_ranks, total, inputs, shared))
             totals.append(total)
     return reports, totals[0]
+
+
+def _overflows(inputs: StepInputs, total: Partials, measuring: MeasureConfig) -> dict[str, str]:
+    """Metric -> why it is blank, for those that overflow. Raises `RolloutError` where the loss does."""
+    reasons = {}
+    for name in overflowed(total):
+        token = overflowing(inputs.tokens, measuring.objective, name, has_ratio=inputs.has_ratio)
+        where = inputs.step.name if token is None else inputs.step.token_name(token)
+        dtype = torch.float64 if token is None else inputs.tokens["log_probs"].dtype
+        what = f"overflows {str(dtype).removeprefix('torch.')}"
+        if name in ("pg_loss", "loss"):
+            raise RolloutError(
+                f"{where}: {name} {what}: a log-probability or an advantage is too large; mask the token out or mend it"
+            )
+        reasons[name] = f"{what} at {where}"
+    return reasons
 
 
 def _what_rules_do(inputs: StepInputs, total: Partials, measuring: MeasureConfig) -> dict[str, Values]:

@@ -65,6 +65,17 @@ def token_numbers(
     return TokenNumbers({name: value_T.detach() for name, value_T in found.items()}, slopes, terms.ratio_T.detach())
 
 
+def overflowing(tokens: Mapping[str, Tensor], objective: ObjectiveConfig, name: str, *, has_ratio: bool) -> int | None:
+    """The first trained token whose own number of this name, or of which it is made, is not finite; None where all are."""
+    numbers = token_numbers(tokens, objective, has_ratio=has_ratio, with_slopes=False)
+    made_of = {"ratio_max": [numbers.ratio_T], "loss": list(numbers.values.values())}
+    streams = made_of.get(name, [numbers.values[name]] if name in numbers.values else [])
+    for value_T in streams:
+        if (bad_T := tokens["loss_mask"] & ~torch.isfinite(value_T)).any():
+            return int(bad_T.nonzero()[0])
+    return None
+
+
 def _slope(value_T: Tensor, by_T: Tensor) -> Tensor:
     """d value_t / d log_prob_t for every token; each token's value depends on its own log-probability only."""
     (slope_T,) = torch.autograd.grad(value_T.sum(), by_T, retain_graph=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,16 +39,20 @@ def policy_terms(
 
     With a dual clip c, tokens of negative advantage lose at most `-c*A` (Ye et al., 2020). `clipped_T` is sign-aware: 1 where
     `-clip(r)*A > -r*A`. Values under the mask may be anything, NaN included: they are selected away first.
+    A ratio that the dtype cannot hold is infinity in `ratio_T`; the loss of a token whose clip binds does not need it.
     `clip_range` gives lower and upper bound of the ratio per token (for stacks of runs) instead of the objective's.
     Sources: PPO (Schulman et al., 2017); asymmetric range: DAPO's clip-higher.
     """
     new_T = torch.where(loss_mask_T, log_probs_T, 0.0)
     old_T = torch.where(loss_mask_T, old_log_probs_T, 0.0)
     advantage_T = torch.where(loss_mask_T, advantages_T, 0.0)
-    ratio_T = torch.exp(new_T - old_T)
+    log_ratio_T = new_T - old_T
+    most = math.log(torch.finfo(log_ratio_T.dtype).max) - 1
+    held_T = torch.exp(log_ratio_T.clamp(max=most))  # infinity would make 0 times infinity of a clipped token's gradient
+    ratio_T = torch.where(log_ratio_T > most, torch.inf, held_T)
     low, high = objective.clip_range if clip_range is None else clip_range
-    free_T = -ratio_T * advantage_T
-    bound_T = -torch.clamp(ratio_T, low, high) * advantage_T  # pyright: ignore[reportCallIssue, reportArgumentType]
+    free_T = -held_T * advantage_T
+    bound_T = -torch.clamp(held_T, low, high) * advantage_T  # pyright: ignore[reportCallIssue, reportArgumentType]
     loss_T = torch.maximum(free_T, bound_T)
     dual_T = None
     if objective.eps_clip_c is not None:

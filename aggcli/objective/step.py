@@ -163,7 +163,7 @@ def step_inputs(
     compared = (*rules, CUSTOM) if reducer is not None else tuple(rules)
     weighing = {rule.name: weighing_of(rule, objective) for rule in compared}
     if has_ratio:
-        _check_ratio(step, tokens, dtype)
+        _check_ratio(step, tokens, objective, dtype)
     needed = dict.fromkeys(used for one in weighing.values() for used in one.rules)
     schedules = None if schedule is None else [schedule]
     weights = {rule.name: masked_weights(rule, step, schedules) for rule in needed if rule != CUSTOM}
@@ -205,9 +205,15 @@ def _streams(step: RolloutBatch) -> tuple[dict[str, Tensor], bool]:
     return tokens | {name: value for name, value in optional.items() if value is not None}, has_ratio
 
 
-def _check_ratio(step: RolloutBatch, tokens: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Refuse an importance ratio that the arithmetic cannot hold, by name, instead of reporting infinity."""
-    log_ratio_T = torch.where(step.loss_mask_T, tokens["log_probs"] - tokens["old_log_probs"], 0.0)
+def _check_ratio(step: RolloutBatch, tokens: dict[str, Tensor], objective: ObjectiveConfig, dtype: torch.dtype) -> None:
+    """Refuse, by name, an importance ratio that the arithmetic cannot hold where the loss needs it: of a token of negative
+    advantage, whose loss nothing bounds without a dual clip, and of any token where the ratio multiplies a KL term."""
+    needed_T = step.loss_mask_T.clone()
+    if not (objective.kl_coef and objective.kl_unbiased):
+        if "advantages" not in tokens or objective.eps_clip_c is not None:
+            return
+        needed_T &= tokens["advantages"] < 0
+    log_ratio_T = torch.where(needed_T, tokens["log_probs"] - tokens["old_log_probs"], 0.0)
     most = math.log(torch.finfo(dtype).max) / 2
     for token in (log_ratio_T > most).nonzero().flatten().tolist()[:1]:
         raise RolloutError(

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aggcli.analysis.units import LENGTH_UNITS, in_length_unit
-from aggcli.measurement.catalogue import describe, names
+from aggcli.measurement.catalogue import BESIDE, OVER_TRAINED, describe, names
 from aggcli.measurement.words import plural
 from aggcli.rules import CUSTOM, recorded_rule
 
@@ -20,15 +20,7 @@ _NEGLIGIBLE = 1e-12
 """A loss below this is 0 but for rounding, and is shown as 0."""
 
 _LOSS = ("pg_loss", "loss", "total_weight", "effective_tokens", "grad_norm_log_probs", "gradient_ratio", "gradient_cosine")
-_METRICS = (
-    "pg_clipfrac",
-    "pg_clipfrac_dual",
-    "ppo_kl",
-    "kl_loss",
-    "entropy_loss",
-    "ratio_deviation",
-    "sampler_mismatch",
-)
+_METRICS = tuple(name for metric in BESIDE for name in (metric, metric + OVER_TRAINED))
 _ONLY_WHEN_ANY = {
     "fully_masked_samples",
     "unscored_samples",
@@ -47,6 +39,7 @@ _LABELS = {
     "grad_norm_log_probs": "grad norm, log-probs",
     "gradient_ratio": "  over {baseline}'s",
     "gradient_cosine": "  cosine to {baseline}'s",
+    **{metric + OVER_TRAINED: "  over trained only" for metric in BESIDE},
     "weight_share/length_p25": "weight on length 0-25 %",
     "weight_share/length_p50": "  25-50 %",
     "weight_share/length_p75": "  50-75 %",
@@ -169,7 +162,7 @@ def _batch_table(head: Mapping[str, Any], steps: Sequence[Step], rule: str) -> T
     for name in found:
         metric = describe(name)
         wanted = metric.reduction in ("mean", "count", "max") or (
-            metric.reduction == "global" and not name.startswith("weight_share/")
+            metric.reduction == "global" and not name.startswith("weight_share/") and not name.endswith(OVER_TRAINED)
         )
         silent = name in _ONLY_WHEN_ANY and not any(_numbers(steps, rule, name))
         if wanted and not silent and name not in skip:

@@ -10,12 +10,14 @@ Axis letters at the end of a tensor's name, used all over the project:
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from aggcli.errors import RolloutError, some
+from aggcli.rollouts.fields import TRUNCATED
 
 NO_GROUP = -1
 """`group_S` of a sample whose `group_index` is missing; never a group of its own."""
@@ -120,10 +122,12 @@ class RolloutBatch:
 
     @property
     def truncated_S(self) -> Tensor | None:
-        """bool: where the source says that the response was cut at the response limit; None where it says nothing of any."""
+        """1 where the source says that the response was cut at the response limit, 0 where that it was not, NaN where it
+        does not say; float64 [S]. None where it says nothing of any."""
         if self.status_S is None:
             return None
-        return torch.tensor([status == "truncated" for status in self.status_S], device=self.loss_mask_T.device)
+        said = [math.nan if status is None else float(status == TRUNCATED) for status in self.status_S]
+        return torch.tensor(said, dtype=torch.float64, device=self.loss_mask_T.device)
 
     # -- ragged arithmetic ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,12 @@ from collections.abc import Mapping
 
 from aggcli.errors import some
 
+TRUNCATED = "truncated"
+"""Status of a sample whose response was cut at the response limit."""
+NOT_TRUNCATED = "not truncated"
+"""Status of a sample where a source says no more than that."""
+
+
 LONGEST = 2**31 - 1  # tokens of one sample; keeps a misread length from asking for all memory
 LONGEST_ID = 256  # bits
 EXACT = 2**53  # beyond it a float stands for several whole numbers, and two ids could become one
@@ -26,6 +32,12 @@ def plain(value: object) -> object:
     """Tensors, arrays and numpy scalars as Python numbers and lists; everything else as it is."""
     tolist = getattr(value, "tolist", None)
     return value if tolist is None else tolist()
+
+
+def truncation(flag: object) -> str | None:
+    """The status of a sample of which a source says only whether it was truncated; None where it does not say."""
+    flag = plain(flag)
+    return None if flag is None else TRUNCATED if flag in (1, True) else NOT_TRUNCATED
 
 
 def shown(value: object) -> str:

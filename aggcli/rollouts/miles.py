@@ -14,7 +14,7 @@ from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError, some
 from aggcli.rollouts.batch import RecordedLayout, RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
-from aggcli.rollouts.fields import plain, shown
+from aggcli.rollouts.fields import plain, shown, truncation
 from aggcli.rollouts.known import TOKEN_LISTS
 from aggcli.rollouts.slime import TRAIN_FIELDS, join_rollout, samples_of
 from aggcli.rollouts.slime_layout import recorded_layout
@@ -86,7 +86,7 @@ def _sample(shard: Shard, i: int, where: str) -> dict[str, object]:
     sample: dict[str, object] = {ours: _entry(shard, theirs, i, where) for theirs, ours in TRAIN_FIELDS.items()}
     if shard.is_sliced:
         sample.update(dict.fromkeys(STREAMS))
-    sample["status"] = "truncated" if plain(_entry(shard, "truncated", i, where)) in (1, True) else None
+    sample["status"] = truncation(_entry(shard, "truncated", i, where))
     sample["reward"] = _entry(shard, "raw_reward", i, where)
     return sample
 

@@ -11,7 +11,7 @@ from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
-from aggcli.rollouts.fields import FieldError, listed, plain, whole
+from aggcli.rollouts.fields import FieldError, listed, plain, truncation, whole
 from aggcli.rollouts.jsonl import json_rows
 from aggcli.rollouts.sequences import Response, Sequences, prompt_of, response_part
 from aggcli.rollouts.steps import Step
@@ -37,7 +37,7 @@ def read(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
         except FieldError as error:
             raise RolloutError(f"{name}, sample {len(builder)} (line {line}): {error}") from None
         score = row.get("scores") if row.get("scores") is not None else row.get("rewards")
-        status = "truncated" if _single(row.get("truncated")) in (1, True) else None
+        status = truncation(_single(row.get("truncated")))
         sequences.add(response, line, reward=_single(score), status=status, group_index=row.get("uid"))
     sequences.close()
     return builder.build()

@@ -17,7 +17,7 @@ from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError, some
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
-from aggcli.rollouts.fields import plain, shown
+from aggcli.rollouts.fields import NOT_TRUNCATED, plain, shown, truncation
 from aggcli.rollouts.slime_layout import recorded_layout
 from aggcli.rollouts.steps import Step
 from aggcli.rollouts.torch_files import head_words, load
@@ -159,7 +159,7 @@ def _train_batch(
 
 def _canonical(sample: Mapping[str, object]) -> dict[str, object]:
     fields = {ours: sample.get(theirs) for theirs, ours in TRAIN_FIELDS.items()}
-    fields["status"] = "truncated" if plain(sample.get("truncated")) in (1, True) else None
+    fields["status"] = truncation(sample.get("truncated"))
     return fields
 
 
@@ -193,5 +193,5 @@ def join_rollout(sample: dict[str, object], drawn: list[Mapping[str, object]], p
                 " dump; give the rollout dump of the same rollout, or the train dump alone"
             )
     for field in ("group_index", "status", "reward"):
-        if sample.get(field) is None:
-            sample[field] = theirs.get(field)
+        if sample.get(field) in (None, NOT_TRUNCATED) and theirs.get(field) is not None:
+            sample[field] = theirs[field]

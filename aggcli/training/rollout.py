@@ -18,6 +18,7 @@ from aggcli.objective.advantages import are_equal, group_advantages
 from aggcli.policy.sampling import Sampled, sample, uniforms
 from aggcli.policy.transformer import Parameters, PolicyConfig
 from aggcli.rollouts.batch import Labels, RolloutBatch
+from aggcli.rollouts.fields import TRUNCATED
 from aggcli.tasks import Task
 from aggcli.training.stack import RunSpec
 from aggcli.world import World
@@ -197,7 +198,7 @@ class Sampler:
             reward_S=reward_S.double(),
             rollout_log_probs_T=log_probs_T,
             advantages_T=torch.repeat_interleave(advantage_S, length_S),
-            status_S=tuple("truncated" if cut else "completed" for cut in truncated_S.tolist()),
+            status_S=tuple(TRUNCATED if cut else "completed" for cut in truncated_S.tolist()),
             labels=Labels(),
             name="the rollout step",
         )
