@@ -1,3 +1,59 @@
-"""How is the per-token policy loss averaged, and did my parallel layout change it?"""
+"""How is the per-token policy loss averaged, and did my parallel layout change it?
 
-__version__ = "0.1.0"
+    import aggcli
+
+    aggcli.replay("dumps/*.pt")                            # recorded rollouts under every mode and layout
+    aggcli.audit(rules=["token_mean", "trl:bnpo"])         # which rules a layout changes, and why
+    trained = aggcli.train(seeds=3, steps=50)              # small loops, modes x seeds as one stack
+    aggcli.compare(trained.directory)                      # what differs, by how much, how sure
+    aggcli.plot(trained.directory, html=True)              # figures and one page to send
+
+Nothing is imported before it is used, so `import aggcli` is free of torch and pandas.
+
+Words, each for one thing:
+
+    rule            one way to aggregate the policy loss, a weight per token (`aggcli.rules.Rule`)
+    mode            one of this project's own rules; frameworks and papers have rules too
+    scope           where a rule counts what it divides by: the step, the rank, the micro-batch
+    layout          how an optimizer step is spread over ranks and micro-batches, as asked for: dp2:balanced:mb4
+    schedule        what a layout makes of one step: integers only
+    rollout         one sampled response, of one or several training samples; group: the rollouts of one prompt
+    trained token   a response token whose loss mask is 1
+    step            one optimizer step; a rollout step may hold several
+    report          the numbers of one step under every rule and layout
+    run             one rule and seed, trained or replayed; stack: runs that train as one batch
+    results         a directory of records: of one run, or of a comparison of several
+    metric          a number of the catalogue (`aggcli.measurement.catalogue`); outcome: what runs are compared by
+    figure          a drawing; verdict: what a comparison says in words
+    job             what a command does (`aggcli.jobs`); result: what a job returns
+    share           the runs of a stack that one process trains
+
+Axis letters at the end of a tensor's name, the same in every file:
+
+    S samples   T response tokens, flat   U prompt and response tokens, flat   G rollouts
+    P prompt groups, or numbers of a run's parameters   R runs   B rows of a micro-batch   L positions of a row
+    C response columns   V vocabulary   D width   H heads   W positions of a chunk   K numbers of a record   M micro-batches
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aggcli.version import __version__
+
+if TYPE_CHECKING:
+    from aggcli.interface import audit, compare, load_results, plot, read_rollouts, replay, train
+
+__all__ = ["__version__", "audit", "compare", "load_results", "plot", "read_rollouts", "replay", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'aggcli' has no attribute '{name}'")
+    from aggcli import interface
+
+    return getattr(interface, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

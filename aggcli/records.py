@@ -27,9 +27,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import aggcli
 from aggcli.errors import RecordError, some
 from aggcli.files import whole_file
+from aggcli.version import __version__
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -63,7 +63,7 @@ def environment(device: str, threads: int) -> dict[str, Any]:
     """Versions, commit, device and threads, as they stand in every manifest."""
     packages = ("torch", "numpy", "scipy", "pandas", "pyarrow", "matplotlib", "typer", "rich")
     return {
-        "aggcli": aggcli.__version__,
+        "aggcli": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: importlib.metadata.version(name) for name in packages},
@@ -77,7 +77,7 @@ def environment(device: str, threads: int) -> dict[str, Any]:
 @functools.cache
 def git_commit() -> str | None:
     """The commit of aggcli's own checkout; None when it is installed from a package."""
-    here = Path(aggcli.__file__).resolve().parent
+    here = Path(__file__).resolve().parent
     if not (here.parent / ".git").exists():
         return None
     try:

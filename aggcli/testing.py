@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from aggcli.audit import CustomRule, diagnose, reducer_rule, smallest_counterexample
-from aggcli.audit.reducers import Signature
+from aggcli.auditing import CustomRule, diagnose, reducer_rule, smallest_counterexample
+from aggcli.auditing.reducers import Signature
 
 
 def assert_layout_invariant(
@@ -27,7 +27,7 @@ def assert_layout_invariant(
     """Raise `AssertionError`, with every fault and the smallest counterexample, unless the reducer's weights are layout-proof.
 
     `reducer`: slime's `(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)`, a masked matrix
-    `(loss_BT, mask_BT, **counts)` (`aggcli.audit.reducers.COUNTS` lists the counts it may ask for), or `(loss_T)` alone; it
+    `(loss_BT, mask_BT, **counts)` (`aggcli.auditing.reducers.COUNTS` lists the counts it may ask for), or `(loss_T)` alone; it
     is called once per micro-batch. `ranks`: whether your framework averages ranks (the matrix form's default) or sums them.
     `divisor`: offered as `loss_scale_factor` and `max_completion_length`, in tokens. `uneven`: also refuse a reducer that is
     exact for equal micro-batches only. `tolerance`: relative, on each token's weight.

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from aggcli.cli.main import main
+from aggcli.cli.results import print_comparison
 from aggcli.errors import FAULT
+from aggcli.jobs.compare import ComparisonOptions, compare
 
 ROOT = Path(__file__).parent.parent
 
@@ -143,6 +145,16 @@ def _new(folder: Path, name: str) -> Path:
     while (folder / name.format(number)).exists():
         number += 1
     return folder / name.format(number)
+
+
+def compared_directories(
+    capsys: pytest.CaptureFixture[str], directories: Sequence[Path], form: str = "table", **options: Any
+) -> tuple[str, str]:
+    """Standard output and error of a comparison of results directories, with the command's options by name."""
+    capsys.readouterr()
+    print_comparison(compare(directories, ComparisonOptions(**options)), form)
+    captured = capsys.readouterr()
+    return captured.out, captured.err
 
 
 def refused(result: Result) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from aggcli.config import ObjectiveConfig, settings_from
+from aggcli.jobs.steps import Replay
 from aggcli.measurement.report import StepReport
-from aggcli.replay import Replay
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rules import Rule, find_rule

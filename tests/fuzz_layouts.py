@@ -199,7 +199,7 @@ def wrong(fault: str, layout: str, draw: random.Random) -> Iterator[None]:
         return cut(step, schedule, cp, **arrays)
 
     layout_ranks = parse_layout(layout).dp
-    with mock.patch("aggcli.replay.schedule_step", scheduled), mock.patch("aggcli.measurement.step.cut", cut_up):
+    with mock.patch("aggcli.jobs.steps.schedule_step", scheduled), mock.patch("aggcli.measurement.step.cut", cut_up):
         yield
 
 

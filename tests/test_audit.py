@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aggcli.audit import (
+from aggcli.auditing import (
     DEFAULT_LAYOUTS,
     Audit,
     FrozenBatch,

@@ -16,8 +16,8 @@ import pytest
 from aggcli.analysis.comparison import compare
 from aggcli.analysis.frames import read_frames
 from aggcli.analysis.verdict import verdict
-from aggcli.cli.results import compare_results
 from aggcli.errors import RecordError
+from aggcli.jobs.compare import compare as compared
 from aggcli.report.comparison_rows import Row
 from aggcli.report.comparison_tables import caption, text_table
 from aggcli.report.findings import find
@@ -122,7 +122,7 @@ def test_a_manifest_with_fields_of_other_types_is_refused_by_every_reader(
     manifest = json.loads((broken / "manifest.json").read_text())
     (broken / "manifest.json").write_text(json.dumps({**manifest, **facts}))
     with pytest.raises(RecordError, match=re.escape(text)):
-        compare_results([broken])
+        compared([broken])
     for arguments in (("plot", broken), ("runs", "show", broken), ("runs", "rm", "-y", broken)):
         assert text in refused(aggcli(capsys, *arguments))
 

@@ -54,7 +54,7 @@ def test_a_lost_sample_in_whose_place_stands_its_equal_is_found_and_named(
     assert right.partitions == ((0, 1), (2, 3))
     swapped = dataclasses.replace(right, partitions=((0, 0), (2, 3)))
     monkeypatch.setattr(
-        "aggcli.replay.schedule_step", lambda layout, lengths: swapped if layout.dp == 2 else schedule_step(layout, lengths)
+        "aggcli.jobs.steps.schedule_step", lambda layout, lengths: swapped if layout.dp == 2 else schedule_step(layout, lengths)
     )
     told = aggcli(capsys, "compare", "--rollouts", file, "--layouts", "dp1,dp2:contiguous", "-o", tmp_path / "out")
     assert told.code == 1

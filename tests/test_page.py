@@ -16,12 +16,12 @@ import pytest
 
 from aggcli.analysis.frames import read_frames
 from aggcli.cli.plot import plot
-from aggcli.cli.results import compare_results
 from aggcli.records import read_lines
 from aggcli.report.figures import all_figures
 from aggcli.report.findings import find
 from aggcli.report.page import page as page_of
 from aggcli.report.verdicts import question
+from tests.cli import compared_directories
 from tests.test_plot import write_comparison, write_lines, write_run
 
 VOID = {"meta", "link", "br", "hr", "img", "wbr"}
@@ -290,8 +290,8 @@ def test_tokens_to_half_of_the_gain_are_response_tokens_as_in_the_terminal(
     for mode, directory in zip(("sample_mean", "token_mean"), runs, strict=True):
         manifest = {"schema": 1, "mode": mode, "seed": 0, "settings": {}, "status": "done"}
         (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    compare_results(runs, format="json", fit=True)
-    assert "response tokens to half of the gain" in capsys.readouterr().out
+    out, _ = compared_directories(capsys, runs, "json", fit=True)
+    assert "response tokens to half of the gain" in out
     heads = [row["outcome"][0] for row in Page(report(*runs)).table("The comparison")]
     assert any(head.startswith("response tokens to half of the gain") for head in heads)
 

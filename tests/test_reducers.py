@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aggcli.audit import batch_of, diagnose, extract, reducer_rule, schedule_of, signature_of
+from aggcli.auditing import batch_of, diagnose, extract, reducer_rule, schedule_of, signature_of
 from aggcli.errors import SettingError
 from aggcli.objective.weights import rule_weights
 from aggcli.rules import RULES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aggcli.audit import rule_loss, schedule_of
+from aggcli.auditing import rule_loss, schedule_of
 from aggcli.config import settings_from
 from aggcli.errors import RolloutError, SettingError
 from aggcli.layout.schedule import parse_layout, schedule_step

@@ -17,9 +17,9 @@ import pytest
 
 from aggcli.analysis.histories import read_histories, read_history
 from aggcli.analysis.settings import arm_labels, differences, labelled, warnings, without_duplicates
-from aggcli.cli.results import compare_results
 from aggcli.errors import RecordError, SettingError
-from tests.cli import aggcli
+from aggcli.jobs.compare import compare
+from tests.cli import aggcli, compared_directories
 
 
 def write_run(directory: Path, mode: str, seed: int, lines: Sequence[dict[str, Any]], **manifest: Any) -> Path:
@@ -52,9 +52,8 @@ def comparison(folder: Path, modes: dict[str, Sequence[int]], steps: int = 12) -
 
 
 def printed(capsys: pytest.CaptureFixture[str], directories: Sequence[Path], **options: Any) -> tuple[str, str]:
-    assert compare_results(directories, **options) == 0
-    captured = capsys.readouterr()
-    return captured.out, captured.err
+    form = options.pop("format", "table")
+    return compared_directories(capsys, directories, form, **options)
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
@@ -119,9 +118,9 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_one_is_refused_by_fil
 
 def test_folders_without_results_are_refused_in_one_line(tmp_path: Path):
     with pytest.raises(RecordError, match="is not a results directory"):
-        compare_results([tmp_path])
+        compare([tmp_path])
     with pytest.raises(RecordError, match="no steps are recorded"):
-        compare_results([write_run(tmp_path / "a", "sample_mean", 0, [])])
+        compare([write_run(tmp_path / "a", "sample_mean", 0, [])])
 
 
 # -- arms, duplicates, settings -----------------------------------------------------------------------------------------
@@ -304,9 +303,9 @@ def test_precision_sorting_and_only_changed_rows(tmp_path: Path, capsys: pytest.
         ({"baseline": "constnt"}, "--baseline constnt: is not among the compared runs; did you mean 'constant'"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused_and_named(tmp_path: Path, options: dict[str, Any], text: str):
+def test_options_that_cannot_be_used_are_refused_and_named(capsys, tmp_path: Path, options: dict[str, Any], text: str):
     with pytest.raises(SettingError, match=text):
-        compare_results(comparison(tmp_path, {"constant": [50]}), **options)
+        compared_directories(capsys, comparison(tmp_path, {"constant": [50]}), **options)
 
 
 def test_bent_curves_are_fitted_and_stand_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

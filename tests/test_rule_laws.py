@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from polgrad.aggregate import Aggregation, effective_token_weights, microbatch_token_weights
 
-from aggcli.audit import batch_of, rule_loss, rule_named, schedule_of
+from aggcli.auditing import batch_of, rule_loss, rule_named, schedule_of
 from aggcli.config import settings_from
 from aggcli.objective.weights import can_represent, rule_weights
 from aggcli.rules import ELSEWHERE, RULES, find_rule, names_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aggcli.audit import rule_loss, rule_named
+from aggcli.auditing import rule_loss, rule_named
 from aggcli.errors import RolloutError, SettingError
 from aggcli.rules import ALIASES, ELSEWHERE, EVIDENCE, RULES, find_rule, remark_on
 from tests.fixtures import fx_a, fx_b, fx_c

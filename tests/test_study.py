@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from aggcli.cli.results import compare_results
 from aggcli.errors import SettingError
+from tests.cli import compared_directories
 from tests.test_results import comparison, step, write_run
 
 
 def printed(capsys: pytest.CaptureFixture[str], directories: Sequence[Path], **options: Any) -> tuple[str, str]:
-    assert compare_results(directories, **options) == 0
-    captured = capsys.readouterr()
-    return captured.out, captured.err
+    form = options.pop("format", "table")
+    return compared_directories(capsys, directories, form, **options)
 
 
 def found_in(capsys: pytest.CaptureFixture[str], directories: Sequence[Path], **options: Any) -> dict[str, Any]:

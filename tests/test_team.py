@@ -18,6 +18,8 @@ from aggcli import team as team_module
 from aggcli.cli import live
 from aggcli.config import ObjectiveConfig
 from aggcli.errors import RecordError
+from aggcli.jobs import training
+from aggcli.jobs.listening import heard_by
 from aggcli.measurement.comparison import LayoutComparison
 from aggcli.measurement.report import StepReport
 from aggcli.rules import SAMPLE_MEAN
@@ -245,12 +247,15 @@ def test_the_live_table_has_a_row_for_each_mode_of_all_processes(monkeypatch: py
         for run, value in zip(runs, values, strict=True)
     ]
     reports = [RunReport(run, step, False) for run, step in zip(runs, steps, strict=True)]
-    shown = live.shown_of(TrainedStep(0, [(0, []), (1, reports)], [], 1.0, 4))
-    assert shown == [("a", 0.75, 0.75, None), ("b", None, None, None)]
-    table = live._table("step 1/2", [*shown, ("a", 0.25, 0.5, -1.0)], "caption")
+    with heard_by(live.Terminal()):
+        shown = training._numbers(TrainedStep(0, [(0, []), (1, reports)], [], 1.0, 4))
+    assert shown == [("a", values[0]), ("b", values[1])]
+    other = ("a", {"raw_reward": 0.25, "correct/count": 2, "samples": 4, "pg_loss": -1.0})
+    table = live._table("step 1/2", [*shown, other], "caption")
     assert [list(column.cells) for column in table.columns] == [["a", "b"], ["0.5000", ""], ["0.6250", ""], ["-1.0000", ""]]
     monkeypatch.setattr(live, "is_terminal", lambda: False)
-    assert live.shown_of(TrainedStep(0, [(1, reports)], [], 1.0, 4)) == []
+    with heard_by(live.Terminal()):
+        assert training._numbers(TrainedStep(0, [(1, reports)], [], 1.0, 4)) == []
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from aggcli.cli.replaying import MOST_NOTES, _say_notes
 from aggcli.config import ObjectiveConfig, SourceConfig
+from aggcli.jobs.replay import MOST_NOTES, _say_notes
 from aggcli.measurement.inventory import inventory
 from aggcli.measurement.words import in_bytes, plural
 from aggcli.rollouts.batch import RecordedLayout, RecordedStep

@@ -18,12 +18,11 @@ from aggcli.analysis.curves import Curve, FitOptions
 from aggcli.analysis.efficiency import fit_runs
 from aggcli.analysis.histories import History, read_histories, read_history, shared_seconds
 from aggcli.analysis.sigmoid import Grid, Parameters, sigmoid
-from aggcli.cli import recording
-from aggcli.cli.results import compare_results
 from aggcli.errors import RecordError
+from aggcli.jobs import recording
 from aggcli.training import loop
 from aggcli.training.stack import RunSpec
-from tests.cli import aggcli, records, results_of, write_jsonl
+from tests.cli import aggcli, compared_directories, records, results_of, write_jsonl
 from tests.fixtures import fx_b
 from tests.train_worker import flags
 
@@ -228,8 +227,8 @@ def test_a_curve_by_seconds_is_the_curve_by_steps_at_the_rate_of_the_run(tmp_pat
 
 def test_compare_by_seconds_refuses_runs_without_timings_with_the_reason(capsys, tmp_path: Path) -> None:
     runs = [write_run(tmp_path / str(seed), list(range(12)), None, seed) for seed in (0, 1)]
-    assert compare_results(runs, axis="seconds") == 0
-    assert "the seconds of this run were not recorded" in capsys.readouterr().err
+    _, err = compared_directories(capsys, runs, axis="seconds")
+    assert "the seconds of this run were not recorded" in err
 
 
 def test_runs_of_one_stack_are_told_from_runs_of_others(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from aggcli.cli.recording import processes_before
 from aggcli.errors import RecordError
+from aggcli.jobs.recording import processes_before
 from aggcli.training.checkpoint import load, save
 from tests.cli import aggcli, refused, results_of, started
 from tests.train_worker import flags

@@ -13,9 +13,9 @@ from torch import Tensor
 from aggcli import grid
 from aggcli.config import DEFAULT_LAYOUTS
 from aggcli.errors import RolloutError
+from aggcli.jobs.steps import Replay
 from aggcli.measurement.report import StepReport
 from aggcli.policy.transformer import logits
-from aggcli.replay import Replay
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.tasks.protocol import END
 from aggcli.training.loop import Trainer

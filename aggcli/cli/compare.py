@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from aggcli.cli.console import invocation
+from aggcli.cli.jobs import print_dry_run, refuse_resume, replay_command, training_command
 from aggcli.cli.options import (
     ConfigOption,
     DryRunOption,
@@ -22,13 +24,10 @@ from aggcli.cli.options import (
     with_recorded,
     with_settings,
 )
-from aggcli.cli.replaying import Request, print_dry_run, refuse_resume, replay_command
-from aggcli.cli.results import compare_results
-from aggcli.cli.training import TrainingRequest, training_command
+from aggcli.cli.results import check_format, print_comparison
 from aggcli.config import flag
-from aggcli.errors import SettingError
+from aggcli.errors import ExitCode, SettingError
 
-DEFAULT_SEEDS = 3
 _WITH_DIRECTORIES = ("baseline", "format", "precision", "sort_by", "only_changed", "reach", "window", "fit", "axis")
 """Options of the comparison of results directories."""
 
@@ -72,34 +71,33 @@ def compare(
         if names:
             it = "it" if len(names) == 1 else "them"
             raise SettingError(f"{', '.join(names)}: nothing is run when results directories are compared; leave {it} out")
-        return compare_results(
-            directories,
-            baseline=baseline,
-            format="json" if json else format,
-            precision=precision,
-            sort_by=sort_by,
-            only_changed=only_changed,
-            reach=reach,
-            window=window,
-            fit=fit,
-            axis=axis,
-        )
+        from aggcli.jobs.compare import ComparisonOptions
+        from aggcli.jobs.compare import compare as compared
+
+        check_format(format)
+        options = ComparisonOptions(baseline, precision, sort_by, only_changed, reach, window, fit, axis)
+        print_comparison(compared(directories, options), "json" if json else format)
+        return ExitCode.DONE
     if names := _asked_for(context, *_WITH_DIRECTORIES):
         holds = "only holds" if len(names) == 1 else "only hold"
         raise SettingError(f"{', '.join(names)}: {holds} with results directories to compare; name them, or leave it out")
     settings = resolve(with_recorded(given, output) if resume else given, config)
     trains = settings.training.train or not settings.source.rollouts
     say_ignored(given, trains=trains, rollouts=settings.source.rollouts)
+    if not trains:
+        refuse_resume(resume)
+    if dry_run:
+        return print_dry_run(settings)
+    from aggcli.jobs.replay import ReplayRequest
+    from aggcli.jobs.training import TrainingRequest, seeds_of
+
+    asked = tuple(invocation())
     if trains:
-        if dry_run:
-            return print_dry_run(settings)
-        seeds = tuple(
-            range(settings.seed, settings.seed + (settings.training.seeds or (1 if settings.training.train else DEFAULT_SEEDS)))
-        )
-        return training_command(TrainingRequest("compare", settings, settings.compared, seeds, output, overwrite, resume, json))
-    request = Request("compare", settings, settings.modes is None, output, overwrite, json, samples)
-    refuse_resume(resume)
-    return print_dry_run(settings) if dry_run else replay_command(request)
+        request = TrainingRequest("compare", settings, settings.compared, seeds_of(settings), output, overwrite, resume, asked)
+        return training_command(request, json=json)
+    return replay_command(
+        ReplayRequest("compare", settings, settings.modes is None, output, overwrite, samples, arguments=asked), json=json
+    )
 
 
 def _told_apart(paths: Sequence[str]) -> tuple[list[Path], list[str]]:

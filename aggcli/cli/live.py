@@ -1,44 +1,46 @@
-"""Live progress of training on a terminal: one row a mode."""
+"""The terminal as what listens to jobs: notes on stderr, and live progress where it is a terminal, one row a mode."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
-from aggcli.cli.console import is_terminal
+from aggcli.cli.console import is_terminal, progress, say
+from aggcli.jobs.listening import Item, Listener
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from aggcli.training.loop import TrainedStep
+    from aggcli.jobs.listening import Show
+
+Runs = Sequence[tuple[str, Mapping[str, float | None]]]
+"""(mode, numbers) of runs in their last optimizer step."""
 
 
-Shown = list[tuple[str, float | None, float | None, float | None]]
-"""(mode, reward, accuracy, pg_loss) of runs in their last optimizer step."""
+class Terminal(Listener):
+    """Says the notes, and shows progress on a terminal."""
 
+    @property
+    def wants_numbers(self) -> bool:
+        return is_terminal()
 
-def shown_of(done: TrainedStep) -> Shown:
-    """What the table shows of the runs of one process; nothing where nobody sees it."""
-    if not is_terminal() or not done.optimizer_steps:
-        return []
-    found: Shown = []
-    for report in done.optimizer_steps[-1][1]:
-        values = report.values
-        samples, right = values.get("samples"), values.get("correct/count")
-        found.append(
-            (report.run.mode, values.get("raw_reward"), (right or 0) / samples if samples else None, values.get("pg_loss"))
-        )
-    return found
+    def note(self, text: str) -> None:
+        say(text)
+
+    def follow(self, items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+        return progress(items, total, what)
+
+    def training(self, steps: int, done: int) -> AbstractContextManager[Show]:
+        return training_table(steps, done)
 
 
 @contextmanager
-def progress_of(steps: int, done: int, shown: bool) -> Iterator[Callable[[int, Shown, float], None]]:
-    """A function that shows a finished step: (steps done, all runs, response tokens a second); silent when stderr is not a
-    terminal, and where it is not to be shown."""
-    if not shown or not is_terminal():
+def training_table(steps: int, done: int) -> Iterator[Show]:
+    """A function that shows a finished step, a row a mode; silent when stderr is not a terminal."""
+    if not is_terminal():
         yield lambda step, runs, rate: None
         return
     from rich.console import Console
@@ -47,23 +49,29 @@ def progress_of(steps: int, done: int, shown: bool) -> Iterator[Callable[[int, S
     began = time.perf_counter()
     with Live(console=Console(stderr=True), refresh_per_second=4, transient=True) as live:
 
-        def show(step: int, runs: Shown, rate: float) -> None:
+        def show(step: int, runs: Runs, rate: float) -> None:
             left = (time.perf_counter() - began) / max(step - done, 1) * (steps - step)
             live.update(_table(f"step {step}/{steps}", runs, f"{rate:,.0f} tokens/s, {left:.0f} s left"))
 
         yield show
 
 
-def _table(head: str, runs: Shown, caption: str) -> Table:
+def _table(head: str, runs: Runs, caption: str) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), caption=caption)
     for title in (head, "reward", "accuracy", "pg_loss"):
         table.add_column(title, justify="right")
-    for mode in dict.fromkeys(run[0] for run in runs):
-        own = [numbers for of, *numbers in runs if of == mode]
+    for mode in dict.fromkeys(of for of, _ in runs):
+        own = [_shown_of(values) for of, values in runs if of == mode]
         table.add_row(mode, *(_mean(list(column)) for column in zip(*own, strict=True)))
     return table
+
+
+def _shown_of(values: Mapping[str, float | None]) -> tuple[float | None, float | None, float | None]:
+    """Reward, accuracy and pg_loss of a run's step."""
+    samples, right = values.get("samples"), values.get("correct/count")
+    return values.get("raw_reward"), (right or 0) / samples if samples else None, values.get("pg_loss")
 
 
 def _mean(values: list[float | None]) -> str:

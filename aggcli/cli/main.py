@@ -13,20 +13,22 @@ from typing import Annotated, Any
 
 import typer
 
-import aggcli
 from aggcli.cli.audit import audit
 from aggcli.cli.compare import compare
 from aggcli.cli.console import say_error, set_invocation
 from aggcli.cli.convert import convert
 from aggcli.cli.env import env
 from aggcli.cli.inspect import inspect
+from aggcli.cli.live import Terminal
 from aggcli.cli.modes import modes
 from aggcli.cli.options import GroupedCommand
 from aggcli.cli.plot import plot
 from aggcli.cli.run import run
 from aggcli.cli.runs import runs
 from aggcli.errors import DEBUG, ExitCode, print_traceback, told
+from aggcli.jobs.listening import heard_by
 from aggcli.lifeline import started_here
+from aggcli.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,7 +44,7 @@ app.add_typer(runs, name="runs")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"aggcli {aggcli.__version__}")
+        typer.echo(f"aggcli {__version__}")
         raise typer.Exit
 
 
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its number
     given = list(sys.argv[1:] if arguments is None else arguments)
     set_invocation(given)
-    with _debugging("--debug" in given), _ended_by_sigterm():
+    with _debugging("--debug" in given), _ended_by_sigterm(), heard_by(Terminal()):
         try:
             code = app([argument for argument in given if argument != "--debug"], standalone_mode=False)
         except (KeyboardInterrupt, typer.Abort):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from aggcli.cli.console import invocation
+from aggcli.cli.jobs import print_dry_run, refuse_resume, replay_command, training_command
 from aggcli.cli.options import (
     ConfigOption,
     DryRunOption,
@@ -19,8 +21,6 @@ from aggcli.cli.options import (
     with_recorded,
     with_settings,
 )
-from aggcli.cli.replaying import Request, need_divisor, print_dry_run, refuse_resume, replay_command
-from aggcli.cli.training import TrainingRequest, training_command
 
 
 @with_settings(without=["modes", "seeds"])
@@ -42,16 +42,20 @@ def run(
     """
     given = with_paths(given, paths)
     settings = resolve(with_recorded(given, output) if resume else given, config)
-    mode = settings.objective.loss_aggregation
-    request = Request("run", settings, False, output, overwrite, json, samples)
+    from aggcli.jobs.replay import ReplayRequest, need_divisor
+    from aggcli.jobs.training import TrainingRequest
+
+    mode, asked = settings.objective.loss_aggregation, tuple(invocation())
     if mode.needs_divisor:
-        need_divisor(settings, request)
+        need_divisor("run", settings)
     trains = settings.training.train or not settings.source.rollouts
     say_ignored(given, trains=trains, rollouts=settings.source.rollouts)
+    if not trains:
+        refuse_resume(resume)
+    if dry_run:
+        return print_dry_run(settings)
     if trains:
-        if dry_run:
-            return print_dry_run(settings)
         seeds = (settings.seed,)
-        return training_command(TrainingRequest("run", settings, (mode,), seeds, output, overwrite, resume, json))
-    refuse_resume(resume)
-    return print_dry_run(settings) if dry_run else replay_command(request)
+        return training_command(TrainingRequest("run", settings, (mode,), seeds, output, overwrite, resume, asked), json=json)
+    request = ReplayRequest("run", settings, False, output, overwrite, samples, arguments=asked)
+    return replay_command(request, json=json)

@@ -38,7 +38,8 @@ LENGTHS = ("response_length", "response_length_min", "response_length_max", "res
 
 def unit_of(steps: Sequence[Mapping[str, Any]]) -> str:
     """What the lengths of these steps count, for a label: `tokens`, `characters` or `words`."""
-    return {"chars": "characters"}.get(steps[0]["length_unit"], steps[0]["length_unit"])
+    unit: str = steps[0]["length_unit"]
+    return {"chars": "characters"}.get(unit, unit)
 
 
 def _named(name: str, steps: Sequence[Mapping[str, Any]]) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
-import aggcli
 from aggcli.analysis.frames import Frames
 from aggcli.measurement.words import plural
 from aggcli.records import read_manifest
@@ -25,6 +24,7 @@ from aggcli.report import page_tables as tables
 from aggcli.report import style, verdicts
 from aggcli.report.findings import Findings
 from aggcli.report.markup import SWIPE, Markup, element, inline_svg, join, text
+from aggcli.version import __version__
 
 _PARTS = Path(__file__).parent.parent / "data" / "report"
 CAPTIONS = {
@@ -61,7 +61,7 @@ def page(
         _section("settings", "Settings that differ", [tables.settings_table(findings), *_all_settings(manifests)]),
         _section("notes", "Notes, and what was skipped", _notes(frames, findings, notes)),
         _section("reproduce", "How to reproduce it", _reproduce(directories, manifests)),
-        element("footer", f"Made by aggcli {aggcli.__version__}, from the records alone."),
+        element("footer", f"Made by aggcli {__version__}, from the records alone."),
     ]
     style_, script = (Markup((_PARTS / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     drawn = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)

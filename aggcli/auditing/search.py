@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aggcli.audit.frozen import batch_of, schedule_of
-from aggcli.audit.rules import AuditRule
+from aggcli.auditing.frozen import batch_of, schedule_of
+from aggcli.auditing.rules import AuditRule
 from aggcli.errors import AggcliError
 from aggcli.layout.schedule import Layout, schedule_step
 from aggcli.rollouts.batch import RolloutBatch

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from aggcli.audit.compare import Audit, RuleReport, UnderLayout, audit
-from aggcli.audit.diagnose import Finding, diagnose
-from aggcli.audit.frozen import (
+from aggcli.auditing.compare import Audit, RuleReport, UnderLayout, audit
+from aggcli.auditing.diagnose import Finding, diagnose
+from aggcli.auditing.frozen import (
     DEFAULT_LAYOUTS,
     AuditLayout,
     FrozenBatch,
@@ -21,9 +21,9 @@ from aggcli.audit.frozen import (
     layouts_of,
     schedule_of,
 )
-from aggcli.audit.reducers import ReducerRule, extract, reducer_rule, signature_of
-from aggcli.audit.rules import AuditRule, CustomRule, NamedRule, rule_named
-from aggcli.audit.search import TOLERANCE, Counterexample, deviation, smallest_counterexample
+from aggcli.auditing.reducers import ReducerRule, extract, reducer_rule, signature_of
+from aggcli.auditing.rules import AuditRule, CustomRule, NamedRule, rule_named
+from aggcli.auditing.search import TOLERANCE, Counterexample, deviation, smallest_counterexample
 from aggcli.config import settings_from
 from aggcli.errors import RolloutError
 

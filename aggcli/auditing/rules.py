@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from aggcli.audit.reducers import ReducerRule, extract
+from aggcli.auditing.reducers import ReducerRule, extract
 from aggcli.errors import SettingError
 from aggcli.layout.schedule import Schedule
 from aggcli.objective.weights import can_represent, rule_weights

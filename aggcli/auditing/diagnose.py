@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aggcli.audit.frozen import batch_of, schedule_of
-from aggcli.audit.reducers import Extraction, ReducerRule, extract
+from aggcli.auditing.frozen import batch_of, schedule_of
+from aggcli.auditing.reducers import Extraction, ReducerRule, extract
 from aggcli.rollouts.batch import RolloutBatch
 
 _CLOSE = 1e-6

@@ -1,25 +1,27 @@
-"""What `run` and `compare` share when they train: ranks, records, progress and checkpoints."""
+"""Training: modes x seeds as one stack, recorded, with checkpoints, shared out to the processes of this machine or the ranks of
+a world."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from aggcli.cli import recording
-from aggcli.cli.console import invocation, say
-from aggcli.cli.replaying import fitted_to_launcher
-from aggcli.cli.training_output import finish, say_before, summary_of
 from aggcli.config import RunConfig
-from aggcli.errors import AggcliError, ExitCode, RecordError, RolloutError, SettingError, some
+from aggcli.errors import RecordError, RolloutError, SettingError, some
+from aggcli.jobs import recording
+from aggcli.jobs.listening import Listener, Show, listener, say
+from aggcli.jobs.training_words import foretell, summary_of
 
 if TYPE_CHECKING:
-    from aggcli.cli.live import Shown
+    import pandas as pd
+
     from aggcli.grid import Setup
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.rules import Rule
@@ -32,44 +34,80 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """One invocation of `run` or `compare` that trains."""
+    """What to train: one run (`run`), or modes x seeds (`compare`), which is what records call it too.
 
-    command: str
+    `output`: the results directory, default a new one under results/; `resume`: go on with the one that is there; `arguments`:
+    how it was asked for, for the record.
+    """
+
+    command: Literal["run", "compare"]
     config: RunConfig
     modes: tuple[Rule, ...]
     seeds: tuple[int, ...]
-    output: Path | None
-    overwrite: bool
-    resume: bool
-    json: bool
+    output: Path | None = None
+    overwrite: bool = False
+    resume: bool = False
+    arguments: tuple[str, ...] = ()
 
 
-def training_command(request: TrainingRequest) -> int:
-    """Start or join ranks where there is more than one, and train. Returns the exit code."""
-    from aggcli import world as worlds
+@dataclass(frozen=True)
+class TrainingResult:
+    """What training ended with. `summary`: each finished run on fresh prompts, or the last step's numbers on recorded rollouts;
+    `shares`: how each process's share went; `directory`: where it is recorded."""
 
-    _refuse(request)
-    layout = request.config.layout
-    if not worlds.was_started_by_torchrun():
-        if layout.dp * layout.cp > 1:
-            if layout.dp * layout.cp > 2 * (os.cpu_count() or 1):
-                say(f"starting {layout.dp * layout.cp} ranks on {os.cpu_count()} cores, which takes a while")
-            worlds.start_ranks(layout.dp * layout.cp, invocation())
-            return ExitCode.DONE
-        return _train(request, worlds.ALONE)
-    world = worlds.join()
-    try:
-        config = fitted_to_launcher(request.config, world.size)
-        return _train(dataclasses.replace(request, config=config), world)
-    except (AggcliError, KeyboardInterrupt) as error:
-        if world.is_root or isinstance(error, worlds.PeerLost):
-            raise
-        raise worlds.RankFailed("", getattr(error, "exit_code", ExitCode.INTERRUPTED)) from None  # the root says it once
-    finally:
-        worlds.leave(world)
+    request: TrainingRequest
+    setup: Setup
+    runs: Sequence[RunSpec]
+    summary: Mapping[str, Any]
+    shares: Sequence[Share]
+    directory: Path
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """A row an optimizer step and run, as recorded."""
+        from aggcli.analysis.frames import read_frames
+
+        return read_frames([self.directory], only_metrics=True).metrics
+
+    @property
+    def failure(self) -> str:
+        """What went wrong: a layout that changed a number, or runs that diverged; blank where nothing did."""
+        from aggcli.jobs.training_words import layouts_apart
+
+        if apart := layouts_apart(self.request, self.shares):
+            return apart
+        diverged = [text for share in self.shares for text in share.diverged]
+        return f"{len(diverged)} of {len(self.runs)} runs diverged: {diverged[0]}" if diverged else ""
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        from aggcli.jobs.training_words import steps_json
+
+        return {"schema": 1, "results": str(self.directory), **self.summary, **steps_json(self.request, self.directory)}
+
+    def tables(self) -> list[Any]:
+        """What the terminal shows."""
+        from aggcli.report.training_tables import last_step_table, training_table
+
+        return [last_step_table(self.summary) if self.setup.task is None else training_table(self.summary)]
+
+    def _repr_html_(self) -> str:
+        from aggcli.report.notebook import as_html
+
+        return as_html(self.tables())
 
 
-def _refuse(request: TrainingRequest) -> None:
+DEFAULT_SEEDS = 3
+"""Seeds of a comparison that says nothing of them."""
+
+
+def seeds_of(config: RunConfig) -> tuple[int, ...]:
+    """The seeds of a comparison: --seed, --seed + 1, ...; recorded rollouts are the same for every seed, so they have one."""
+    count = config.training.seeds or (1 if config.training.train else DEFAULT_SEEDS)
+    return tuple(range(config.seed, config.seed + count))
+
+
+def refuse(request: TrainingRequest) -> None:
     """Refuse settings that training cannot use, before anything is started."""
     from aggcli import grid, sinks
     from aggcli.layout.steps import layouts_of
@@ -113,7 +151,7 @@ class Place:
 
 
 @dataclass
-class Outcome:
+class Share:
     """How the share of one process went: how far layouts were apart in checked steps (run, number, comparison), which runs
     diverged, steps without a signal and steps in which wrong answers are told apart, and each finished run on fresh prompts."""
 
@@ -124,7 +162,17 @@ class Outcome:
     final: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
 
 
-def _train(request: TrainingRequest, world: World) -> int:
+def train(request: TrainingRequest, world: World | None = None) -> TrainingResult | None:
+    """Train at a rank of a world (default: this process, and those that it shares the runs out to). None where this is not the
+    root of the world. Raises `SettingError`, `RolloutError`, `RecordError`, and `KeyboardInterrupt` once it was told to stop.
+    """
+    refuse(request)
+    from aggcli import world as worlds
+
+    return _train(request, worlds.ALONE if world is None else world)
+
+
+def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
     from aggcli import grid
     from aggcli.policy.groups import threads_for
     from aggcli.team import together
@@ -142,7 +190,7 @@ def _train(request: TrainingRequest, world: World) -> int:
         raise RecordError(f"--steps {request.config.training.steps}: the run in {directory} has done {done} already")
     processes = grid.processes_of(setup, len(runs), world, recording.processes_before(directory) if request.resume else None)
 
-    def share(team: Team) -> Outcome:
+    def trained(team: Team) -> Share:
         mine = runs[team.rank :: team.size]
         trainer = grid.trainer_of(setup, mine, world)
         if checkpoint is not None:
@@ -155,13 +203,13 @@ def _train(request: TrainingRequest, world: World) -> int:
             runs = grid.matched_rates(setup, runs, world)
         if world.is_root:
             _say_processes(request.config.training.processes, processes, len(runs))
-            say_before(request, setup, runs, directory, resumed_at=done if request.resume else None)
+            foretell(request, setup, runs, directory, resumed_at=done if request.resume else None)
         stack = recording.Stack(request, setup, runs, directory, processes, done if request.resume else None)
         with stack.recorded(world) as manifest:
-            outcomes = together(processes, share)
-            summary = summary_of(setup, runs, outcomes, directory) if world.is_root else {}
+            shares = together(processes, trained)
+            summary = summary_of(setup, runs, shares, directory) if world.is_root else {}
             manifest["final"] = summary
-    return finish(request, setup, runs, summary, outcomes, directory) if world.is_root else ExitCode.DONE
+    return TrainingResult(request, setup, runs, summary, shares, directory) if world.is_root else None
 
 
 def _say_processes(asked: int | None, processes: int, runs: int) -> None:
@@ -199,18 +247,18 @@ def _share(
     trainer: Trainer,
     stack: recording.Stack,
     place: Place,
-) -> Outcome:
+) -> Share:
     """Train and evaluate the runs of this process."""
     from aggcli import grid
 
     with stack.writers(runs, place.world) as writers:
-        outcome = _loop(trainer, writers, stack, request, place)
+        share = _loop(trainer, writers, stack, request, place)
         if setup.task is not None and trainer.runs:
             final = grid.evaluate(setup, trainer.weights.parameters, [run.seed for run in trainer.runs])
-            outcome.final = {run.name: dataclasses.asdict(found) for run, found in zip(trainer.runs, final, strict=True)}
-        for name in outcome.final.keys() & writers.keys():
-            writers[name].manifest["evaluation"] = outcome.final[name]
-    return outcome
+            share.final = {run.name: dataclasses.asdict(found) for run, found in zip(trainer.runs, final, strict=True)}
+        for name in share.final.keys() & writers.keys():
+            writers[name].manifest["evaluation"] = share.final[name]
+    return share
 
 
 @dataclass(frozen=True)
@@ -222,33 +270,31 @@ class _News:
     step: int
     finished: bool
     rate: float
-    shown: Shown
+    shown: list[tuple[str, Mapping[str, float | None]]]
     diverged: list[str]
 
 
 def _loop(
     trainer: Trainer, writers: dict[str, RunWriter], stack: recording.Stack, request: TrainingRequest, place: Place
-) -> Outcome:
+) -> Share:
     """Train this process's runs to the end, in step with the other processes. Raises `KeyboardInterrupt` when told to stop."""
-    from aggcli.cli.live import progress_of, shown_of
-
-    outcome = Outcome()
+    share = Share()
     old = _diverged(trainer.gone, writers) if place.world.is_root else []
-    outcome.diverged += old
+    share.diverged += old
     steps, every = trainer.steps(), request.config.training.checkpoint_every
-    with _stop_requested(place) as stop, progress_of(request.config.training.steps, trainer.step, place.speaks) as show:
+    with _stop_requested(place) as stop, _shown(request, trainer, place) as show:
         while True:
             done = next(steps, None)
-            new = _record(trainer, done, writers, outcome) if done is not None and place.world.is_root else []
+            new = _record(trainer, done, writers, share) if done is not None and place.world.is_root else []
             stopping = any(place.world.everyone(bool(stop)))
-            rate, shown = (0.0, []) if done is None else (done.tokens / done.seconds, shown_of(done))
+            rate, shown = (0.0, []) if done is None else (done.tokens / done.seconds, _numbers(done))
             news = place.team.everyone(_News(stopping, trainer.step, done is None, rate, shown, old + new))
             old = []
             if place.speaks:
                 for text in [text for one in news for text in one.diverged]:
                     say(text)
             if all(one.finished for one in news):
-                return outcome
+                return share
             step, stopping = max(one.step for one in news), any(one.stop for one in news)
             show(step, [run for one in news for run in one.shown], sum(one.rate for one in news))
             if stopping or step % every == 0 or step == request.config.training.steps:
@@ -259,18 +305,31 @@ def _loop(
                 raise KeyboardInterrupt
 
 
-def _record(trainer: Trainer, done: TrainedStep, writers: dict[str, RunWriter], outcome: Outcome) -> list[str]:
+def _shown(request: TrainingRequest, trainer: Trainer, place: Place) -> AbstractContextManager[Show]:
+    """Where finished steps are shown; nowhere but at the process that speaks."""
+    who = listener() if place.speaks else Listener()
+    return who.training(request.config.training.steps, trainer.step)
+
+
+def _numbers(done: TrainedStep) -> list[tuple[str, Mapping[str, float | None]]]:
+    """(mode, numbers) of each run of this process in its last optimizer step; nothing where nobody looks at them."""
+    if not listener().wants_numbers or not done.optimizer_steps:
+        return []
+    return [(report.run.mode, report.values) for report in done.optimizer_steps[-1][1]]
+
+
+def _record(trainer: Trainer, done: TrainedStep, writers: dict[str, RunWriter], share: Share) -> list[str]:
     """Write a step of this process's runs; returns what is to be said of runs that diverged in it."""
     for number, reports in done.optimizer_steps:
         for report in reports:
             recording.write(writers[report.run.name], number, done.step, report)
             if report.checked:
-                outcome.layouts.append((report.run.name, number, report.step.comparison))
-            outcome.silent_steps += _is_silent(report.values)
-            outcome.told_apart += bool(report.values.get("all_wrong_groups_with_advantage"))
+                share.layouts.append((report.run.name, number, report.step.comparison))
+            share.silent_steps += _is_silent(report.values)
+            share.told_apart += bool(report.values.get("all_wrong_groups_with_advantage"))
     recording.write_timing(writers, trainer, done)
     new = _diverged(done.diverged, writers)
-    outcome.diverged += new
+    share.diverged += new
     return new
 
 
@@ -303,6 +362,8 @@ def _stop_requested(place: Place) -> Iterator[list[int]]:
             say("interrupted: finishing the step in hand; press again to stop at once")
 
     numbers = [signal.SIGINT] if place.world.size > 1 else [signal.SIGINT, signal.SIGTERM]  # a launcher ends ranks by SIGTERM
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may take signals
+        numbers = []
     before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield asked

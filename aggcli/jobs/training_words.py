@@ -1,4 +1,4 @@
-"""What `run` and `compare` say before they train, and what they record, print and draw at the end."""
+"""What a training job has to say before it begins and once it has ended, and the curves that it draws."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aggcli.analysis.divergence import is_collapsed
 from aggcli.analysis.tolerance import TOLERANCE
-from aggcli.cli.console import out, say
-from aggcli.errors import CheckFailed, ExitCode, RecordError, some
+from aggcli.errors import RecordError, some
+from aggcli.jobs.listening import say
 from aggcli.measurement.words import plural
 
 if TYPE_CHECKING:
-    from aggcli.cli.training import Outcome, TrainingRequest
     from aggcli.grid import Setup
+    from aggcli.jobs.training import Share, TrainingRequest, TrainingResult
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.rules import Rule
     from aggcli.training.stack import RunSpec
 
 
-def say_before(
-    request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], directory: Path, resumed_at: int | None
-) -> None:
+def foretell(request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], directory: Path, resumed_at: int | None) -> None:
     """What is about to be trained, and whether the modes can differ on it at all."""
     from aggcli.grid import predicted_gap
 
@@ -66,81 +65,66 @@ def _varying(rules: Sequence[Rule]) -> dict[str, list[str]]:
     return found
 
 
-def summary_of(setup: Setup, runs: Sequence[RunSpec], outcomes: Sequence[Outcome], directory: Path) -> dict[str, Any]:
+def summary_of(setup: Setup, runs: Sequence[RunSpec], shares: Sequence[Share], directory: Path) -> dict[str, Any]:
     """Final figures on fresh prompts; on recorded rollouts, which have no fresh prompts, the numbers of the last step."""
     from aggcli import records
     from aggcli.analysis.final import final_summary, last_step_summary
 
     names = [(run.name, run.mode, run.seed) for run in runs]
     if setup.task is not None:
-        return final_summary(names, {name: found for outcome in outcomes for name, found in outcome.final.items()})
+        return final_summary(names, {name: found for share in shares for name, found in share.final.items()})
     lines = {run.name: list(records.read_lines(directory / run.name / records.METRICS)) for run in runs}
     return last_step_summary(names, {name: found[-1] for name, found in lines.items() if found})
 
 
-def finish(
-    request: TrainingRequest,
-    setup: Setup,
-    runs: Sequence[RunSpec],
-    summary: Mapping[str, Any],
-    outcomes: Sequence[Outcome],
-    directory: Path,
-) -> int:
-    """Print and draw the final figures. Raises `CheckFailed` where a layout changed a number or a run diverged."""
-    from aggcli.analysis.divergence import is_collapsed
-    from aggcli.records import to_json
-    from aggcli.report.training_tables import last_step_table, training_table
-
-    if request.json:
-        print(to_json({"schema": 1, "results": str(directory), **summary, **_steps_json(request, directory)}))
-    else:
-        out().print(last_step_table(summary) if setup.task is None else training_table(summary))
-    if request.command == "compare":
-        _draw(directory)
-    silent_steps = sum(outcome.silent_steps for outcome in outcomes)
-    if silent_steps:
+def closing_notes(result: TrainingResult) -> list[str]:
+    """What is to be known once training has ended: steps without a signal, collapsed runs, how far layouts were apart."""
+    shares, notes = result.shares, []
+    if silent_steps := sum(share.silent_steps for share in shares):
         one = "step of a run had only groups of equal rewards: it carries no signal and changes nothing"
         several = "steps of runs had only groups of equal rewards: they carry no signal and change nothing"
-        say(plural(silent_steps, one, several))
-    if told_apart := sum(outcome.told_apart for outcome in outcomes):
+        notes.append(plural(silent_steps, one, several))
+    if told_apart := sum(share.told_apart for share in shares):
         one = "step of a run was trained on a group without a right answer whose advantages are not 0"
         several = "steps of runs were trained on groups without a right answer whose advantages are not 0"
-        say(f"warning: {plural(told_apart, one, several)}: a penalty tells wrong answers apart")
-    final = {name: found for outcome in outcomes for name, found in outcome.final.items()}
-    for run in (run for run in runs if run.name in final):
-        if is_collapsed(final[run.name]["accuracy"], final[run.name]["response_length"], setup.response_limit):
-            say(
-                f"{run.mode}, seed {run.seed}: accuracy 0 and every response at the limit of {setup.response_limit} tokens on"
+        notes.append(f"warning: {plural(told_apart, one, several)}: a penalty tells wrong answers apart")
+    final = {name: found for share in shares for name, found in share.final.items()}
+    limit = result.setup.response_limit
+    for run in (run for run in result.runs if run.name in final):
+        if is_collapsed(final[run.name]["accuracy"], final[run.name]["response_length"], limit):
+            notes.append(
+                f"{run.mode}, seed {run.seed}: accuracy 0 and every response at the limit of {limit} tokens on"
                 " fresh prompts: collapsed, or nothing was ever learned"
             )
-    say(f"recorded in {directory}")
-    _check_layouts(request, outcomes)
-    diverged = [text for outcome in outcomes for text in outcome.diverged]
-    if diverged:
-        raise CheckFailed(f"{len(diverged)} of {len(runs)} runs diverged: {diverged[0]}")
-    return ExitCode.DONE
+    return [*notes, f"recorded in {result.directory}", *_between_layouts(shares)]
 
 
-def _check_layouts(request: TrainingRequest, outcomes: Sequence[Outcome]) -> None:
-    """Say how far layouts were apart in the steps that were checked. Raises `CheckFailed` where one changed a number."""
-    from aggcli.measurement.comparison import between_layouts, beyond_rounding, together
+def _between_layouts(shares: Sequence[Share]) -> list[str]:
+    """How far layouts were apart in the steps that were checked."""
+    from aggcli.measurement.comparison import between_layouts, together
 
-    found = [one for outcome in outcomes for one in outcome.layouts]
-    if not found:
-        return
     by_step: dict[int, list[LayoutComparison]] = {}
-    for _, number, comparison in found:
+    for _, number, comparison in (one for share in shares for one in share.layouts):
         by_step.setdefault(number, []).append(comparison)
+    if not by_step:
+        return []
     steps = plural(len(by_step), "optimizer step was evaluated", "optimizer steps were evaluated")
     said = between_layouts([together(by_step[number]) for number in sorted(by_step)])
-    say("; ".join([f"{steps} under several layouts ({some(sorted(by_step))})", *said]))
-    for run, number, comparison in found:
+    return ["; ".join([f"{steps} under several layouts ({some(sorted(by_step))})", *said])]
+
+
+def layouts_apart(request: TrainingRequest, shares: Sequence[Share]) -> str:
+    """Which layout changed a number of which run, blank where none did."""
+    from aggcli.measurement.comparison import beyond_rounding
+
+    for run, number, comparison in (one for share in shares for one in share.layouts):
         if said := beyond_rounding([(number, comparison)], TOLERANCE[request.config.dtype or "float64"]):
             where = "" if run == "." else f"{run}, "
-            raise CheckFailed(f"{where}{said}; layouts.jsonl holds them")
+            return f"{where}{said}; layouts.jsonl holds them"
+    return ""
 
 
-def _steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
+def steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
     """For `run`: every optimizer step in the shape that replay prints."""
     if request.command != "run":
         return {}
@@ -158,8 +142,8 @@ def _steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
     }
 
 
-def _draw(directory: Path) -> None:
-    """The learning curves of a comparison, beside its records."""
+def draw_curves(directory: Path) -> str:
+    """Draw the learning curves of a comparison beside its records; what is to be said of it."""
     os.environ["MPLBACKEND"] = "agg"
     from aggcli.analysis.frames import read_frames
     from aggcli.analysis.histories import read_histories
@@ -176,6 +160,5 @@ def _draw(directory: Path) -> None:
         runs, _, _ = compared_runs(read_histories([run.directory for run in frames.runs])[0])
         save(learning_curves(frames, runs), folder / "learning_curves.png")
     except RecordError as error:
-        say(str(error))
-    else:
-        say(f"figure: {folder / 'learning_curves.png'}")
+        return str(error)
+    return f"figure: {folder / 'learning_curves.png'}"

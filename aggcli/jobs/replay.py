@@ -1,4 +1,4 @@
-"""What `run` and `compare` share: replay the rollouts, record every step as it comes, and print at the end."""
+"""Replaying recorded rollouts: every step measured under every rule and layout, and recorded as it comes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aggcli.analysis.tolerance import TOLERANCE
-from aggcli.cli.console import invocation, out, progress, say
 from aggcli.config import RunConfig, to_flat, to_toml, with_divisor
-from aggcli.errors import CheckFailed, ExitCode, RolloutError, SettingError, some
+from aggcli.errors import RolloutError, SettingError, some
+from aggcli.jobs.listening import listener, say
 from aggcli.measurement.words import plural
 from aggcli.rules import CUSTOM, Rule, names_of
 
 if TYPE_CHECKING:
+    import pandas as pd
+
+    from aggcli.jobs.steps import Replay
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.measurement.report import StepReport
-    from aggcli.replay import Replay
     from aggcli.rollouts.batch import RolloutBatch
     from aggcli.run_writer import RunWriter
     from aggcli.sinks import Sinks
@@ -30,105 +32,108 @@ MOST_NOTES = 12
 
 
 @dataclass(frozen=True)
-class Request:
-    """One invocation of `run` or `compare`.
+class ReplayRequest:
+    """What to replay: under one rule (`run`) or under several (`compare`), which is what records call it too.
 
-    `lenient`: leave rules out where the data lack the prompt groups that they need, instead of refusing.
+    `lenient`: leave rules out where the data lack the prompt groups that they need, instead of refusing; `output`: the results
+    directory, default a new one under results/; `record`: whether there is one at all; `samples`: record the weight of every
+    sample; `arguments`: how it was asked for, for the record.
     """
 
-    command: str
+    command: Literal["run", "compare"]
     config: RunConfig
-    lenient: bool
-    output: Path | None
-    overwrite: bool
-    json: bool
-    samples: bool
+    lenient: bool = False
+    output: Path | None = None
+    overwrite: bool = False
+    samples: bool = True
+    record: bool = True
+    arguments: tuple[str, ...] = ()
 
     def rules(self, config: RunConfig) -> tuple[Rule, ...]:
         """The rules to replay, as these settings have them."""
         return config.compared if self.command == "compare" else (config.objective.loss_aggregation,)
 
 
-def replay_command(request: Request) -> int:
-    """Start or join ranks where there is more than one, and replay at the root. Returns the exit code."""
-    from aggcli import sinks
-    from aggcli import world as worlds
-    from aggcli.measurement.ranks import dismiss, serve
+@dataclass(frozen=True)
+class ReplayResult:
+    """What a replay found. `head`: the facts that hold for all steps; `steps`: each optimizer step as `--json` prints it;
+    `between_layouts`: what was compared between layouts, in words; `failure`: which layout changed a number, blank where none
+    did; `notes`: note -> the steps that it is about; `directory`: where it is recorded, None where it is not."""
 
-    sinks.need(request.config.log_to)
-    layout = request.config.layout
-    ranks = layout.dp * layout.cp
-    if not worlds.was_started_by_torchrun():
-        if ranks > 1:
-            worlds.start_ranks(ranks, invocation())
-            return ExitCode.DONE
-        return _replay_at_root(request, worlds.ALONE)
-    world = worlds.join()
-    if not world.is_root:
-        serve(world)
-        worlds.leave(world)
-        return ExitCode.DONE
-    try:
-        config = fitted_to_launcher(request.config, world.size)
-        return _replay_at_root(dataclasses.replace(request, config=config), world)
-    finally:
-        dismiss(world)
-        worlds.leave(world)
+    head: dict[str, Any]
+    steps: list[dict[str, Any]]
+    between_layouts: list[str]
+    failure: str
+    notes: dict[str, list[int]]
+    directory: Path | None
 
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """A row an optimizer step and rule: every number under the layout in force."""
+        import pandas as pd
 
-def fitted_to_launcher(config: RunConfig, size: int) -> RunConfig:
-    """The settings with --dp taken from the launcher where it was left at 1; refused where the two contradict."""
-    layout = config.layout
-    if layout.dp == 1 and size % layout.cp == 0:
-        layout = dataclasses.replace(layout, dp=size // layout.cp)
-    if layout.dp * layout.cp != size:
-        raise SettingError(
-            f"--dp {layout.dp} --cp {layout.cp} needs {layout.dp * layout.cp} ranks, but the launcher started {size};"
-            f" start {layout.dp * layout.cp} or change --dp and --cp"
+        return pd.DataFrame(
+            {"step": step["step"], "mode": mode, **{k: v for k, v in found.items() if k != "layouts"}}
+            for step in self.steps
+            for mode, found in step["modes"].items()
         )
-    return dataclasses.replace(config, layout=layout)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        results = {"results": None if self.directory is None else str(self.directory), "between_layouts": self.between_layouts}
+        return {"schema": 1, **self.head, **results, "steps": self.steps}
+
+    def tables(self) -> list[Any]:
+        """What the terminal shows: rich tables and texts."""
+        from aggcli.report.tables import replay_tables
+
+        return replay_tables(self.head, self.steps, self.between_layouts)
+
+    def _repr_html_(self) -> str:
+        from aggcli.report.notebook import as_html
+
+        return as_html(self.tables())
 
 
-def _replay_at_root(request: Request, world: World) -> int:
-    from aggcli.measurement.comparison import between_layouts
-    from aggcli.report.tables import replay_tables
+def replay(request: ReplayRequest, batches: Sequence[RolloutBatch] | None = None, world: World | None = None) -> ReplayResult:
+    """Replay the rollouts of the settings, or these batches, at the root of a world (default: this process alone).
 
-    replay, batches, head = _prepare(request, world)
+    Raises `RolloutError`, `SettingError` and `RecordError`. A layout that changed a number is a `failure` of the result.
+    """
+    from aggcli import world as worlds
+    from aggcli.measurement.comparison import between_layouts, beyond_rounding
+
+    job, source, head = _prepare(request, batches, worlds.ALONE if world is None else world)
     steps: list[dict[str, Any]] = []
     comparisons: list[tuple[int, LayoutComparison]] = []
     notes: dict[str, list[int]] = {}
-    with Recorder(request, replay, head) as recorder:
-        for report in progress(replay.steps(batches), len(batches), "replaying"):
+    with Recorder(request, job, head) as recorder:
+        for report in listener().follow(job.steps(source), len(source), "replaying"):
             recorder.write(report)
             steps.append(report.as_json())
             comparisons.append((report.step, report.comparison))
             for note in dict.fromkeys(report.notes):
                 notes.setdefault(note, []).append(report.step)
-    head["modes"] = [rule for rule in head["modes"] if rule in recorder.writers]
+    head["modes"] = [rule for rule in head["modes"] if any(rule in step["modes"] for step in steps)]
     _say_notes(notes, len(steps))
+    failure = beyond_rounding(comparisons, TOLERANCE[request.config.dtype or "float64"])
     closing = between_layouts([comparison for _, comparison in comparisons])
-    if request.json:
-        from aggcli.records import to_json
-
-        results = {"results": str(recorder.directory), "between_layouts": closing}
-        print(to_json({"schema": 1, **head, **results, "steps": steps}))
-    else:
-        for table in replay_tables(head, steps, closing):
-            out().print(table)
-    say(f"recorded in {recorder.directory}")
-    _check(request, comparisons)
-    return ExitCode.DONE
+    return ReplayResult(head, steps, closing, failure or "", notes, recorder.directory)
 
 
-def _prepare(request: Request, world: World) -> tuple[Replay, Sequence[RolloutBatch] | Any, dict[str, Any]]:
+def _prepare(
+    request: ReplayRequest, given: Sequence[RolloutBatch] | None, world: World
+) -> tuple[Replay, Sequence[RolloutBatch] | Any, dict[str, Any]]:
     """The replay, its batches, and the facts that head every table and record."""
+    from aggcli.jobs.steps import Replay
     from aggcli.objective.reducer import load_reducer
-    from aggcli.replay import Replay
     from aggcli.rollouts.sources import open_source
 
     config = request.config
-    source = open_source(config.source, config.seed)
-    batches = list(source) if len(source) == 1 else source
+    source = None if given is not None else open_source(config.source, config.seed)
+    batches: Any = given if given is not None else source
+    if source is not None and len(source) == 1:
+        batches = list(source)
     seen = [(batch.length_unit, int(batch.response_length_S.max())) for batch in batches]
     unit = _one_length_unit([unit for unit, _ in seen])
     longest = config.max_response_length or max(length for _, length in seen)
@@ -141,8 +146,8 @@ def _prepare(request: Request, world: World) -> tuple[Replay, Sequence[RolloutBa
         modes = ()
     head = {
         "command": request.command,
-        "rollouts": source.name,
-        "format": source.format,
+        "rollouts": "batches given in memory" if source is None else source.name,
+        "format": "batches" if source is None else source.format,
         "modes": [*names_of(modes), *([CUSTOM.name] if path else [])],
         "divisor": config.objective.loss_aggregation_divisor,
         "max_response_length": longest,
@@ -160,7 +165,7 @@ def _one_length_unit(units: Sequence[str]) -> str:
     return units[0]
 
 
-def _with_divisor(config: RunConfig, request: Request, longest: int) -> RunConfig:
+def _with_divisor(config: RunConfig, request: ReplayRequest, longest: int) -> RunConfig:
     """The settings with the divisor in force: the user's, the recipe's, or in `compare` the longest response."""
     rules = request.rules(config)
     given = config.objective.loss_aggregation_divisor
@@ -169,16 +174,16 @@ def _with_divisor(config: RunConfig, request: Request, longest: int) -> RunConfi
         say(f"--loss-aggregation-divisor {given:g} is unused: no rule here divides by it")
     if not lacking:
         return config
-    need_divisor(config, request)
+    need_divisor(request.command, config)
     divisor = float(max(longest, 1))
     divide = "divides" if len(lacking) == 1 else "divide"
     say(f"{some(names_of(lacking))} {divide} by {divisor:g}, the {_origin(config)}; --loss-aggregation-divisor sets another")
     return with_divisor(config, divisor)
 
 
-def need_divisor(config: RunConfig, request: Request) -> None:
+def need_divisor(command: str, config: RunConfig) -> None:
     """`run` needs the divisor of its rule from the user or the recipe."""
-    if request.command == "run" and config.recipe != "dr_grpo":
+    if command == "run" and config.recipe != "dr_grpo":
         raise SettingError(
             f"--loss-aggregation {config.objective.loss_aggregation.name} needs --loss-aggregation-divisor L, a positive number"
             " of tokens such as the response limit (or --recipe dr_grpo, which takes the maximum response length)"
@@ -195,10 +200,11 @@ def _origin(config: RunConfig) -> str:
 class Recorder:
     """The results directory of a replay, made when the first step has been computed, so that a refused run leaves nothing."""
 
-    def __init__(self, request: Request, replay: Replay, head: dict[str, Any]) -> None:
+    def __init__(self, request: ReplayRequest, replay: Replay, head: dict[str, Any]) -> None:
         from aggcli.ownership import check_output
 
-        check_output(request.output, overwrite=request.overwrite)
+        if request.record:
+            check_output(request.output, overwrite=request.overwrite)
         self.request, self.replay, self.head = request, replay, head
         self.directory: Path | None = None
         self.recorded: list[str] = []
@@ -207,6 +213,8 @@ class Recorder:
 
     def write(self, report: StepReport) -> None:
         """Record one optimizer step under every rule that it has."""
+        if not self.request.record:
+            return
         for rule in report.rules:
             writer = self.writers.get(rule) or self._opened(rule)
             writer.step(report.metrics_line(rule), report.layout_lines(rule))
@@ -245,7 +253,7 @@ class Recorder:
         return {
             **self.head,
             "settings": to_flat(config),
-            "arguments": invocation(),
+            "arguments": list(self.request.arguments),
             "config": to_toml(config),
             "seed": config.seed,
             "environment": records.environment("cpu", torch.get_num_threads()),
@@ -280,23 +288,3 @@ def _say_notes(notes: dict[str, list[int]], steps: int) -> None:
     if len(notes) > MOST_NOTES:
         left_out = plural(len(notes) - MOST_NOTES, "more note is", "more notes are")
         say(f"{left_out} left out here; metrics.jsonl and --json hold them all")
-
-
-def _check(request: Request, comparisons: Sequence[tuple[int, LayoutComparison]]) -> None:
-    """The exit code 1 of a layout that changed a number."""
-    from aggcli.measurement.comparison import beyond_rounding
-
-    if said := beyond_rounding(comparisons, TOLERANCE[request.config.dtype or "float64"]):
-        raise CheckFailed(f"{said}; layouts.jsonl holds them")
-
-
-def refuse_resume(resume: bool) -> None:
-    """A replay has nothing to go on with: it is over in seconds and is simply run again."""
-    if resume:
-        raise SettingError("--resume goes on with training; a replay is run again (--overwrite replaces its records)")
-
-
-def print_dry_run(config: RunConfig) -> int:
-    """Print the resolved settings as TOML that `--config` reads back."""
-    print(to_toml(config), end="")
-    return ExitCode.DONE

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aggcli import ownership, records
-from aggcli.cli.console import invocation
 from aggcli.config import to_flat, to_toml
 from aggcli.errors import RecordError
 from aggcli.run_writer import RunWriter, end_all, say_status
 
 if TYPE_CHECKING:
-    from aggcli.cli.training import TrainingRequest
     from aggcli.grid import Setup
+    from aggcli.jobs.training import TrainingRequest
     from aggcli.training.loop import TrainedStep, Trainer
     from aggcli.training.report import RunReport
     from aggcli.training.stack import RunSpec
@@ -134,7 +133,7 @@ class Stack:
         config = self.request.config
         return {
             "command": self.request.command,
-            "arguments": invocation(),
+            "arguments": list(self.request.arguments),
             "settings": to_flat(config),
             "config": to_toml(config),
             "response_limit": self.setup.response_limit,

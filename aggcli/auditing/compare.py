@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from aggcli.audit.frozen import AuditLayout, FrozenBatch
-from aggcli.audit.rules import AuditRule
-from aggcli.audit.search import TOLERANCE, Counterexample, deviation, smallest_counterexample
+from aggcli.auditing.frozen import AuditLayout, FrozenBatch
+from aggcli.auditing.rules import AuditRule
+from aggcli.auditing.search import TOLERANCE, Counterexample, deviation, smallest_counterexample
 from aggcli.errors import AggcliError, SettingError
 
 Verdict = Literal["invariant", "varies", "not finite", "not compared", "not computed"]

@@ -1,0 +1,84 @@
+"""What `run` and `compare` share: hand a job to its ranks, and print what it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from aggcli.cli.console import out, say
+from aggcli.cli.ranks import on_ranks
+from aggcli.config import RunConfig, to_toml
+from aggcli.errors import CheckFailed, ExitCode, SettingError
+
+if TYPE_CHECKING:
+    from aggcli.jobs.replay import ReplayRequest, ReplayResult
+    from aggcli.jobs.training import TrainingRequest, TrainingResult
+    from aggcli.world import World
+
+
+def replay_command(request: ReplayRequest, *, json: bool) -> int:
+    """Replay on the ranks that the layout asks for, and print. Returns the exit code; raises `CheckFailed`."""
+    from aggcli import sinks
+
+    sinks.need(request.config.log_to)
+    result = on_ranks(request.config, lambda config, world: _replayed(dataclasses.replace(request, config=config), world))
+    if result is None:
+        return ExitCode.DONE
+    _print(result, json)
+    say(f"recorded in {result.directory}")
+    if result.failure:
+        raise CheckFailed(f"{result.failure}; layouts.jsonl holds them")
+    return ExitCode.DONE
+
+
+def _replayed(request: ReplayRequest, world: World) -> ReplayResult | None:
+    from aggcli.jobs.replay import replay
+    from aggcli.measurement.ranks import dismiss, serve
+
+    if not world.is_root:
+        serve(world)
+        return None
+    try:
+        return replay(request, world=world)
+    finally:
+        if world.size > 1:
+            dismiss(world)
+
+
+def training_command(request: TrainingRequest, *, json: bool) -> int:
+    """Train on the ranks that the layout asks for, and print. Returns the exit code; raises `CheckFailed`."""
+    from aggcli.jobs.training import refuse, train
+    from aggcli.jobs.training_words import closing_notes, draw_curves
+
+    refuse(request)
+    result = on_ranks(request.config, lambda config, world: train(dataclasses.replace(request, config=config), world))
+    if result is None:
+        return ExitCode.DONE
+    _print(result, json)
+    for note in [*([draw_curves(result.directory)] if request.command == "compare" else []), *closing_notes(result)]:
+        say(note)
+    if result.failure:
+        raise CheckFailed(result.failure)
+    return ExitCode.DONE
+
+
+def _print(result: ReplayResult | TrainingResult, json: bool) -> None:
+    if json:
+        from aggcli.records import to_json
+
+        print(to_json(result.as_json()))
+        return
+    for part in result.tables():
+        out().print(part)
+
+
+def refuse_resume(resume: bool) -> None:
+    """A replay has nothing to go on with: it is over in seconds and is simply run again."""
+    if resume:
+        raise SettingError("--resume goes on with training; a replay is run again (--overwrite replaces its records)")
+
+
+def print_dry_run(config: RunConfig) -> int:
+    """Print the resolved settings as TOML that `--config` reads back."""
+    print(to_toml(config), end="")
+    return ExitCode.DONE

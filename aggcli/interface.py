@@ -1,0 +1,232 @@
+"""What `import aggcli` offers: the jobs of the command line as functions, for notebooks and scripts.
+
+Settings are the command line's, by their flat names (`eps_clip_high=0.28` for `--eps-clip-high 0.28`). Results show themselves
+in a notebook, and have `as_json()` and pandas frames. What a job has to say goes to the logger `aggcli`, level INFO.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from aggcli.config import RunConfig, settings_from
+from aggcli.errors import SettingError
+from aggcli.jobs.listening import Listener, heard_by
+from aggcli.rules import find_rule
+
+if TYPE_CHECKING:
+    from aggcli.analysis.frames import Frames
+    from aggcli.jobs.audit import AuditResult
+    from aggcli.jobs.compare import ComparisonResult
+    from aggcli.jobs.plot import PlotResult
+    from aggcli.jobs.replay import ReplayResult
+    from aggcli.jobs.training import TrainingResult
+    from aggcli.rollouts.batch import RolloutBatch
+    from aggcli.rollouts.sources import Source
+
+Paths = str | Path | Sequence[str | Path]
+
+_LOG = logging.getLogger("aggcli")
+
+
+class _Logged(Listener):
+    def note(self, text: str) -> None:
+        _LOG.info(text)
+
+
+def read_rollouts(paths: Paths, **settings: Any) -> Source:
+    """Recorded rollouts, read as they are iterated over: one `RolloutBatch` a step.
+
+    `paths`: files, folders or globs, `example` (the rollouts that ship with aggcli) or `synthetic`.
+
+        batches = list(aggcli.read_rollouts("dumps/*.pt"))
+        batches[0].response_length_S, batches[0].reward_S
+
+    Raises `RolloutError` for what cannot be read, `SettingError` for a setting that is unknown or out of range.
+    """
+    from aggcli.rollouts.sources import open_source
+
+    config = settings_from({**settings, "rollouts": _texts(paths)})
+    return open_source(config.source, config.seed)
+
+
+def replay(
+    rollouts: Paths | RolloutBatch | Iterable[RolloutBatch],
+    modes: Sequence[str] | None = None,
+    layouts: Sequence[str] | None = None,
+    *,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    **settings: Any,
+) -> ReplayResult:
+    """The same rollouts under several aggregation modes and parallel layouts, without a model.
+
+    `modes`: modes and frameworks' rules, the first being the baseline; default: all modes (one that needs prompt groups is left
+    out, with a note, where the rollouts have none). `output`: a results directory to record in; default: none.
+
+        found = aggcli.replay("dumps/*.pt", modes=["sample_mean", "prompt_mean", "trl:bnpo"])
+        found.metrics[["step", "mode", "pg_loss", "gradient_ratio"]]
+
+    A layout that changed a number, which no mode allows, is `found.failure`. Raises `RolloutError` and `SettingError`.
+    """
+    from aggcli.jobs.replay import ReplayRequest
+    from aggcli.jobs.replay import replay as replayed
+
+    config, batches = _with_rollouts(rollouts, {**settings, "modes": modes, "layouts": layouts})
+    _need_one_rank(config)
+    where = None if output is None else Path(output)
+    with heard_by(_Logged()):
+        return replayed(ReplayRequest("compare", config, modes is None, where, overwrite, record=output is not None), batches)
+
+
+def audit(
+    rollouts: Paths | RolloutBatch | Iterable[RolloutBatch] | None = None,
+    rules: Sequence[str] | None = None,
+    layouts: Sequence[str] | None = None,
+    *,
+    reducers: Sequence[str] = (),
+    divisor: float | None = None,
+    limit: float | None = None,
+    search: bool = True,
+    **settings: Any,
+) -> AuditResult:
+    """Which rules give the same gradient under every layout, which do not, and why, on a frozen batch.
+
+    `rollouts`: default a built-in batch on which no two rules coincide. `rules`: default all. `reducers`: your own, each
+    `pkg.mod:fn`. `limit`: the relative change of a weight from which `failure` says so.
+
+        aggcli.audit(rules=["token_mean", "trl:bnpo"]).rules[["rule", "verdict", "deviation"]]
+
+    Raises `RolloutError` and `SettingError`.
+    """
+    from aggcli.jobs.audit import AuditRequest
+    from aggcli.jobs.audit import audit as audited
+
+    config, batches = _with_rollouts(rollouts, {**settings, "layouts": layouts})
+    named = tuple(map(find_rule, rules or ()))
+    with heard_by(_Logged()):
+        return audited(AuditRequest(config, named, tuple(reducers), divisor=divisor, limit=limit, search=search), batches)
+
+
+def train(
+    modes: Sequence[str] | None = None,
+    seeds: int | None = None,
+    *,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    **settings: Any,
+) -> TrainingResult:
+    """Train small loops, modes x seeds as one stack, everything but the mode and the seed the same.
+
+    `modes`: default all modes; `seeds`: how many, default 3; `output`: the results directory, default a new one under results/.
+
+        trained = aggcli.train(modes=["sample_mean", "prompt_mean"], seeds=3, steps=50)
+        aggcli.compare(trained.directory)
+
+    A run that diverged, or a layout that changed a number, is `trained.failure`. Raises `SettingError` and `RecordError`.
+    """
+    from aggcli.jobs.training import TrainingRequest, seeds_of
+    from aggcli.jobs.training import train as trained
+
+    config = settings_from({**settings, "modes": modes, "seeds": seeds})
+    _need_one_rank(config)
+    where = None if output is None else Path(output)
+    with heard_by(_Logged()):
+        found = trained(TrainingRequest("compare", config, config.compared, seeds_of(config), where, overwrite, resume))
+    assert found is not None, "this process is the root of its world"
+    return found
+
+
+def compare(directories: Paths, **options: Any) -> ComparisonResult:
+    """The runs in these results directories by mode: a verdict, paired differences from the baseline with 95 % intervals.
+
+    `options`: those of `aggcli.jobs.compare.ComparisonOptions`, such as `baseline`, `reach`, `window`.
+
+        found = aggcli.compare("results/compare")
+        found.verdict, found.outcomes
+
+    Raises `RecordError` for a folder that holds no results, `SettingError` for an option.
+    """
+    from aggcli.jobs.compare import ComparisonOptions
+    from aggcli.jobs.compare import compare as compared
+
+    try:
+        asked = ComparisonOptions(**options)
+    except TypeError as error:
+        raise SettingError(f"compare: {error}".replace("ComparisonOptions.__init__() ", "")) from error
+    return compared(_paths(directories), asked)
+
+
+def load_results(directories: Paths) -> Frames:
+    """What results directories hold, as pandas frames: `metrics`, `layouts`, `ranks` and `samples`.
+
+        frames = aggcli.load_results("results/compare")
+        frames.metrics.groupby("mode")["pg_loss"].mean()
+
+    Raises `RecordError` for a folder that holds no results.
+    """
+    from aggcli.analysis.frames import read_frames
+
+    return read_frames(_paths(directories))
+
+
+def plot(
+    directories: Paths,
+    output: str | Path | None = None,
+    *,
+    formats: Sequence[Literal["png", "svg", "pdf"]] = ("png",),
+    step: int | None = None,
+    html: bool = False,
+) -> PlotResult:
+    """Draw every figure that the records hold something for; with `html` also one self-contained page.
+
+        drawn = aggcli.plot("results/compare", html=True)
+        drawn.report, dict(drawn.figures)
+
+    Raises `RecordError` where nothing can be drawn or written.
+    """
+    from aggcli.jobs.plot import plot as draw
+
+    with heard_by(_Logged()):
+        return draw(_paths(directories), None if output is None else Path(output), formats, step, html=html)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _texts(paths: Paths) -> tuple[str, ...]:
+    return tuple(map(str, _paths(paths)))
+
+
+def _paths(paths: Paths) -> list[Path]:
+    return [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
+
+
+def _with_rollouts(
+    rollouts: Paths | RolloutBatch | Iterable[RolloutBatch] | None, settings: dict[str, Any]
+) -> tuple[RunConfig, list[RolloutBatch] | None]:
+    """The settings, and the batches where they were given as such."""
+    if rollouts is None:
+        return settings_from(settings), None
+    if isinstance(rollouts, (str, Path)):
+        return settings_from({**settings, "rollouts": _texts(rollouts)}), None
+    from aggcli.rollouts.batch import RolloutBatch
+
+    listed = [rollouts] if isinstance(rollouts, RolloutBatch) else list(rollouts)
+    if listed and all(isinstance(item, (str, Path)) for item in listed):
+        return settings_from({**settings, "rollouts": tuple(map(str, listed))}), None
+    if not listed or not all(isinstance(item, RolloutBatch) for item in listed):
+        raise SettingError("rollouts: must be paths, or batches such as `aggcli.read_rollouts` gives, and at least one")
+    return settings_from(settings), [item for item in listed if isinstance(item, RolloutBatch)]
+
+
+def _need_one_rank(config: RunConfig) -> None:
+    """Real ranks are processes of the program, which a function cannot start. Raises `SettingError`."""
+    if config.layout.dp * config.layout.cp > 1:
+        raise SettingError(
+            f"dp={config.layout.dp}, cp={config.layout.cp}: real ranks are started by the command line (`aggcli run --dp"
+            f" {config.layout.dp}`); give layouts=[...] to evaluate layouts in this process"
+        )

@@ -1,0 +1,142 @@
+"""Comparing results directories that exist already: the runs by mode, the verdict, and the rows of its table.
+
+Nothing is run, and nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aggcli.errors import SettingError, nearest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from aggcli.analysis.study import Study
+    from aggcli.report.comparison_rows import Row
+
+AXES = ("tokens", "steps", "seconds")
+
+
+@dataclass(frozen=True)
+class ComparisonOptions:
+    """`baseline`: mode that the others are paired with, default the first; `precision`: significant digits of tables;
+    `sort_by`: outcome by which the modes are sorted, best first; `only_changed`: only outcomes whose means differ; `reach`:
+    accuracy of the row "tokens to accuracy", default nine tenths of the baseline's own way; `window`: share of the common
+    range, at its end, that outcomes are means of, 0 for the last step alone; `fit`: fit compute-performance curves against
+    `axis`, default for up to `efficiency.MOST_FITS` runs. Raises `SettingError` for a value that cannot be.
+    """
+
+    baseline: str | None = None
+    precision: int = 4
+    sort_by: str | None = None
+    only_changed: bool = False
+    reach: float | None = None
+    window: float = 0.1
+    fit: bool | None = None
+    axis: str = "tokens"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.precision <= 17:
+            raise SettingError(f"--precision {self.precision}: must lie between 1 and 17 significant digits")
+        if self.reach is not None and not 0 < self.reach <= 1:
+            raise SettingError(f"--reach {self.reach:g}: must be an accuracy above 0 and at most 1")
+        if not 0 <= self.window <= 1:
+            raise SettingError(f"--window {self.window:g}: must be a share of the common range, 0 to 1")
+        if self.axis not in AXES:
+            raise SettingError(f"--axis {self.axis}: is not known{nearest(self.axis, AXES)}")
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """What a comparison of recorded runs found. `rows`: those of its table; `notes`: what is to be known of the runs."""
+
+    options: ComparisonOptions
+    study: Study
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> list[str]:
+        """The verdict in words: the headline, and what it rests on."""
+        from aggcli.report.verdict_formats import verdict_lines
+
+        return list(verdict_lines(self.study.verdict))
+
+    @property
+    def outcomes(self) -> pd.DataFrame:
+        """A row an outcome and mode: mean, interval, and the paired difference from the baseline."""
+        import io
+
+        import pandas as pd
+
+        from aggcli.report.comparison_tables import csv_text
+
+        return pd.read_csv(io.StringIO(csv_text(self.rows)))
+
+    @property
+    def caption(self) -> str:
+        """What stands below the table of the terminal."""
+        return self.caption_for("table")
+
+    def caption_for(self, kind: str) -> str:
+        """What stands below the table in a format: table, md or latex."""
+        from aggcli.report import comparison_tables as tables
+
+        if self.study.recorded:
+            return tables.recorded_caption(self.rows)
+        pairs, reach = self.study.verdict.pairs, self.options.reach
+        return tables.caption(self.rows, self.options.precision, verdict_pairs=pairs, iqm=kind == "table", reach=reach)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        from aggcli.records import SCHEMA
+        from aggcli.report.comparison_tables import json_rows
+        from aggcli.report.verdict_formats import verdict_json
+
+        comparison, study = self.study.comparison, self.study
+        return {
+            "schema": SCHEMA,
+            "baseline": comparison.baseline,
+            "modes": list(comparison.labels),
+            "verdict": verdict_json(study.verdict),
+            "outcomes": json_rows(self.rows),
+            "length_unit": comparison.length_unit,
+            "reach": comparison.reach,
+            "diverged": [{"mode": one.label, "seed": one.seed, "step": one.step, "text": one.text} for one in study.diverged],
+            "differing_settings": [{**asdict(one), "values": dict(one.values)} for one in study.differing],
+            "notes": list(self.notes),
+        }
+
+    def tables(self) -> list[Any]:
+        """What the terminal shows: the verdict, and the table of the outcomes."""
+        from aggcli.report import comparison_tables as tables
+        from aggcli.report import verdict_formats as verdicts
+
+        verdict = verdicts.verdict_text(self.study.verdict, tables.WIDTH)
+        precision, below = self.options.precision, self.caption
+        if self.study.recorded and tables.fit_side_by_side(self.rows, precision):
+            return [verdict, "", tables.side_by_side(self.rows, precision, below)]
+        return [verdict, "", tables.text_table(self.rows, precision, below)]
+
+    def _repr_html_(self) -> str:
+        from aggcli.report.notebook import as_html
+
+        return as_html(self.tables())
+
+
+def compare(directories: Sequence[Path], options: ComparisonOptions | None = None) -> ComparisonResult:
+    """Compare the runs in these results directories, by mode. Raises `SettingError` and `RecordError`."""
+    from aggcli.analysis.histories import read_histories, without_steps
+    from aggcli.analysis.study import study
+    from aggcli.report.comparison_rows import curve_rows, rows_of
+
+    asked = options or ComparisonOptions()
+    read, notes = read_histories(directories)
+    silent = without_steps(directories, read)
+    found = study(read, asked.baseline, silent=silent, window=asked.window, reach=asked.reach, fit=asked.fit, axis=asked.axis)
+    rows = rows_of(found.comparison, asked.precision, asked.sort_by, only_changed=asked.only_changed)
+    return ComparisonResult(asked, found, (*rows, *curve_rows(found.curves)), (*notes, *found.notes))
