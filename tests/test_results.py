@@ -19,7 +19,7 @@ from aggcli.analysis.histories import read_histories, read_history
 from aggcli.analysis.settings import arm_labels, differences, labelled, warnings, without_duplicates
 from aggcli.errors import RecordError, SettingError
 from aggcli.jobs.compare import compare
-from tests.cli import aggcli, compared_directories
+from tests.cli import aggcli, compared_directories, refused
 
 
 def write_run(directory: Path, mode: str, seed: int, lines: Sequence[dict[str, Any]], **manifest: Any) -> Path:
@@ -294,7 +294,6 @@ def test_precision_sorting_and_only_changed_rows(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"format": "tabel"}, "--format tabel: is not known; did you mean 'table'"),
         ({"precision": 0}, "--precision 0: must lie between 1 and 17"),
         ({"sort_by": "accuracies"}, "--sort-by accuracies: is not in the table; did you mean 'accuracy'"),
         ({"reach": 1.5}, "--reach 1.5: must be an accuracy above 0 and at most 1"),
@@ -306,6 +305,11 @@ def test_precision_sorting_and_only_changed_rows(tmp_path: Path, capsys: pytest.
 def test_options_that_cannot_be_used_are_refused_and_named(capsys, tmp_path: Path, options: dict[str, Any], text: str):
     with pytest.raises(SettingError, match=text):
         compared_directories(capsys, comparison(tmp_path, {"constant": [50]}), **options)
+
+
+def test_a_format_that_is_not_known_is_refused_and_the_nearest_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    line = refused(aggcli(capsys, "compare", *comparison(tmp_path, {"constant": [50]}), "--format", "tabel"))
+    assert "--format tabel: is not known; did you mean 'table'" in line
 
 
 def test_bent_curves_are_fitted_and_stand_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

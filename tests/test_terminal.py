@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from aggcli.cli.live import Terminal
 from aggcli.config import ObjectiveConfig, SourceConfig
+from aggcli.jobs.listening import heard_by
 from aggcli.jobs.replay import MOST_NOTES, _say_notes
 from aggcli.measurement.inventory import inventory
 from aggcli.measurement.words import in_bytes, plural
@@ -104,7 +106,8 @@ def test_bytes_are_told_in_powers_of_a_thousand() -> None:
 
 @pytest.mark.parametrize(("left", "said"), [(1, "1 more note is left out"), (2, "2 more notes are left out")])
 def test_notes_that_find_no_room_are_counted(capsys: pytest.CaptureFixture[str], left: int, said: str) -> None:
-    _say_notes({f"note {at}": [0] for at in range(MOST_NOTES + left)}, 1)
+    with heard_by(Terminal()):
+        _say_notes({f"note {at}": [0] for at in range(MOST_NOTES + left)}, 1)
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"note: {said} here; ")
 
 

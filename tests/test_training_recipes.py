@@ -110,7 +110,7 @@ def test_each_recipe_sets_its_mode_clip_range_and_extras_and_a_flag_wins_over_it
     recipe: str, mode: str, clip: tuple[float, float]
 ) -> None:
     config = setup_of(recipe=recipe).config
-    assert config.objective.loss_aggregation == mode
+    assert config.objective.loss_aggregation.name == mode
     assert config.objective.clip_range == pytest.approx(clip)
     assert config.training.dynamic_sampling is (recipe == "dapo")
     assert config.objective.kl_coef == 0
