@@ -84,7 +84,7 @@ def layout(step: int, mode: str, name: str) -> dict:
         "mode": mode,
         "evaluated": "in-process",
         "pg_loss": 0.25,
-        "total_weight": 1.0,
+        "sizes": {"pg_loss": 1.0},
         "ranks": ranks,
     }
 
@@ -207,19 +207,21 @@ def test_a_layout_that_moves_the_loss_is_seen_in_the_marker_and_in_the_title(tmp
     write_lines(run / "layouts.jsonl", lines)
     axes = pg_loss_by_rank(read_frames([run])).axes[0]
     assert [x for x, _ in points(axes)] == [0.25, 0.5]
-    assert "between layouts: 2.5e-01" in axes.get_title(loc="left")  # 0.25 over a total weight of 1
+    assert "between layouts: 2.5e-01" in axes.get_title(loc="left")  # 0.25 over absolute terms of 1
 
 
-def test_the_difference_between_layouts_is_relative_to_the_total_weight_where_the_loss_cancels() -> None:
+def test_the_difference_between_layouts_is_relative_to_the_absolute_terms_where_the_loss_cancels() -> None:
     import pandas as pd
 
-    def between(*losses: float | None, weight: float) -> float:
-        return largest_difference(pd.DataFrame({"pg_loss": losses, "total_weight": weight}, dtype="float64"))
+    def between(*losses: float | None, size: float) -> float:
+        frame = pd.DataFrame({"pg_loss": losses}, dtype="float64")
+        return largest_difference(frame.assign(sizes=[{"pg_loss": size}] * len(frame)))
 
-    assert between(1e-17, -1e-17, weight=1.0) == 2e-17
-    assert between(4.0, 5.0, weight=1.0) == 0.2
-    assert between(None, 1.0, weight=1.0) == float("inf")
-    assert between(0.0, 0.0, weight=0.0) == 0
+    assert between(1e-17, -1e-17, size=1.0) == 2e-17
+    assert between(1e-17, -1e-17, size=1e-4) == pytest.approx(2e-13)
+    assert between(4.0, 5.0, size=1.0) == 0.2
+    assert between(None, 1.0, size=1.0) == float("inf")
+    assert between(0.0, 0.0, size=0.0) == 0
 
 
 def test_weight_shares_are_means_over_the_steps_that_recorded_them(tmp_path: Path) -> None:

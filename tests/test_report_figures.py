@@ -99,7 +99,7 @@ def test_gradient_ratios_and_cosines_are_the_records_and_what_was_not_measured_i
     assert [text.get_text() for text in ratio.texts] == ["1", "0.5"]
 
 
-def test_layout_deviations_are_relative_to_the_total_weight_and_zeros_are_counted(tmp_path: Path) -> None:
+def test_layout_deviations_are_relative_to_the_absolute_terms_and_zeros_are_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=[{"pg_loss": 0.25}] * 2)
     lines = [layout(step, "sample_mean", name) for step in range(2) for name in ("dp1:first-fit", "dp4:balanced")]
     lines[3]["pg_loss"] = 0.25 + 1e-7

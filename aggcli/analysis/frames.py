@@ -133,6 +133,16 @@ def numbers(frame: pd.DataFrame, name: str) -> NDArray[np.float64]:
     return frame[name].to_numpy(dtype="float64") if name in frame else np.full(len(frame), np.nan)
 
 
+def sizes(layouts: pd.DataFrame, name: str) -> NDArray[np.float64]:
+    """What a metric of each layout was summed from, [rows]: the recorded sum of its absolute terms, at least the number itself;
+    NaN where the number is blank. A difference between layouts is measured against it, since a sum can cancel to 0."""
+    own = np.abs(numbers(layouts, name))
+    if "sizes" not in layouts:
+        return own
+    recorded = [of.get(name) if isinstance(of, Mapping) else None for of in layouts["sizes"]]
+    return np.fmax(own, np.array(recorded, dtype="float64"))
+
+
 # -- runs and their labels ------------------------------------------------------------------------------------------
 
 

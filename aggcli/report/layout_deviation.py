@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.analysis.frames import Frames, numbers, rows, sizes
 from aggcli.analysis.tolerance import tolerance_of
 from aggcli.measurement.words import plural
 from aggcli.report import style
@@ -22,14 +22,14 @@ from aggcli.report.style import Look
 def layout_deviations(frames: Frames) -> pd.DataFrame:
     """Each layout of each step against the first one recorded: columns run, mode, step, layout, reference and deviation.
 
-    deviation = |a - b| / max(|a|, |b|, total_weight) of pg_loss (no unit); infinity where only one of the two has a pg_loss,
-    and no row where neither has. Steps recorded under a single layout have no row.
+    deviation = |a - b| of pg_loss over the sum of its absolute terms, the larger of the two layouts' (no unit); infinity where
+    only one of the two has a pg_loss, and no row where neither has. Steps recorded under a single layout have no row.
     """
-    layouts = frames.layouts.assign(value=numbers(frames.layouts, "pg_loss"), weight=numbers(frames.layouts, "total_weight"))
+    layouts = frames.layouts.assign(value=numbers(frames.layouts, "pg_loss"), size=sizes(frames.layouts, "pg_loss"))
     step = layouts.groupby(["run", "step"], sort=False)
-    first = pd.DataFrame({name: step[name].transform(lambda part: part.iloc[0]) for name in ("layout", "value")})
+    first = pd.DataFrame({name: step[name].transform(lambda part: part.iloc[0]) for name in ("layout", "value", "size")})
     a, b = numbers(layouts, "value"), numbers(first, "value")
-    size = np.fmax(np.fmax(np.abs(a), np.abs(b)), numbers(layouts, "weight"))
+    size = np.fmax(numbers(layouts, "size"), numbers(first, "size"))
     with np.errstate(divide="ignore", invalid="ignore"):
         deviation = np.where(a == b, 0.0, np.abs(a - b) / size)
     deviation = np.where(np.isnan(a) != np.isnan(b), np.inf, deviation)
@@ -53,7 +53,7 @@ def layout_deviation(frames: Frames) -> Figure:
     largest = float(numbers(found, "deviation").max())
     if largest <= min(limits.values()):
         rounding = f"differences up to {min(limits.values()):g} are taken for rounding"
-        raise NothingToDraw(f"the layouts differ by at most {largest:.1e} in pg_loss, relative; {rounding}")
+        raise NothingToDraw(f"the layouts differ by at most {largest:.1e} of the absolute terms of pg_loss; {rounding}")
     names = list(dict.fromkeys(found["layout"]))
     first = {run.mode: replace(run, label=run.mode) for run in frames.runs if run.mode in set(found["mode"])}
     looks = style.looks(list(first.values()))
@@ -104,7 +104,7 @@ def _frame(axes: Axes, names: list[str], drawn: np.ndarray, limits: Mapping[str,
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(f"|a - b| / max(|a|, |b|, total_weight) of pg_loss, {style.metric_over('pg_loss')}")
+    axes.set_xlabel(f"|a - b| over the sum of the absolute terms of pg_loss, {style.metric_over('pg_loss')}")
 
 
 def _count(axes: Axes, found: pd.DataFrame, names: list[str]) -> None:

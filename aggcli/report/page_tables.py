@@ -156,7 +156,7 @@ def layout_tables(frames: Frames) -> Markup:
     if not body:
         return Markup()
     reference = " or ".join(map(str, dict.fromkeys(deviations["reference"])))
-    text = f"pg_loss of each layout against {reference}, relative to max(|a|, |b|, total_weight)"
+    text = f"pg_loss of each layout against {reference}, relative to the sum of its absolute terms"
     tables = [table(text, ["layout", "comparisons", "equal to the last bit", "largest difference"], body)]
     if len(frames.runs) <= _MOST_COLUMNS:
         tables.append(_last_layouts(frames))

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.analysis.frames import Frames, numbers, rows, sizes
 from aggcli.measurement.words import plural
 from aggcli.report import style
 from aggcli.report.base import NothingToDraw, grid, round_robin, runs_left_out
@@ -37,8 +37,8 @@ def pg_loss_by_rank(frames: Frames, step: int | None = None) -> Figure:
 
     A bar is a rank's share of the step loss (it may be negative, or larger than the sum) and starts where the last one
     ended; the dots are the recorded reduced values, which stand on the line through the first unless the rule varies with
-    the layout. A panel's title has the largest difference between two layouts, relative to max(|pg_loss|, total_weight),
-    as the check of a run takes it.
+    the layout. A panel's title has the largest difference between two layouts, over the sum of its absolute terms, as the check
+    of a run takes it.
     Of many runs, the first of every mode (and of each of its settings) has a panel before the second of any.
     `step`: default: each run's last. Raises `NothingToDraw`.
     """
@@ -70,21 +70,20 @@ def pg_loss_by_rank(frames: Frames, step: int | None = None) -> Figure:
         style.note(
             figure,
             "bar: a rank's share, from where the previous one ended; marker: the reduced value; line: the first layout's"
-            "; difference: relative to max(|pg_loss|, total_weight)" + runs_left_out([arms[at] for at in chosen], arms),
+            "; difference: over the sum of the absolute terms of pg_loss" + runs_left_out([arms[at] for at in chosen], arms),
         )
     return figure
 
 
 def largest_difference(layouts: pd.DataFrame) -> float:
-    """The largest |a - b| / max(|a|, |b|, total_weight) of pg_loss between two layouts of one step.
+    """The largest difference of pg_loss between two layouts of one step, over the sum of its absolute terms.
 
-    0 where nothing differs, infinity where only some layouts have a pg_loss. On-policy the loss cancels to about 0, so the
-    total weight keeps rounding from looking like a difference.
+    0 where nothing differs, infinity where only some layouts have a pg_loss.
     """
     values = numbers(layouts, "pg_loss")
     if np.isnan(values).any():
         return 0.0 if np.isnan(values).all() else float("inf")
-    size = max(np.abs(values).max(), np.nan_to_num(numbers(layouts, "total_weight")).max())
+    size = sizes(layouts, "pg_loss").max()
     return float((values.max() - values.min()) / size) if size else 0.0
 
 
@@ -146,7 +145,7 @@ def _draw_layouts(axes: Axes, look: Look, layouts: pd.DataFrame, ranks: pd.DataF
     )
     axes.use_sticky_edges = False
     axes.margins(x=0.06)
-    size = float(np.nanmax(np.abs([*numbers(measured, "total_weight"), 0.0])))
+    size = float(sizes(measured, "pg_loss").max())
     drawn = [*numbers(measured, "pg_loss"), *numbers(ranks, "pg_loss")]
     if np.nanmax(np.abs(drawn)) <= _ROUNDING * size:
         axes.set_xlim(-size, size)  # drawn at full height, the rounding of a sum of 0 would look like shares

@@ -55,8 +55,8 @@ def uncertainty(findings: Findings) -> list[str]:
 
 
 def layouts(frames: Frames, findings: Findings) -> str:
-    """Whether the layout moved pg_loss, with the largest relative difference, by the limit of the dtype that each run recorded;
-    empty where nothing could be compared.
+    """Whether the layout moved pg_loss, with the largest difference over the sum of its absolute terms, by the limit of the
+    dtype that each run recorded; empty where nothing could be compared.
     """
     found = layout_deviations(frames)
     if not len(found):
@@ -73,7 +73,8 @@ def layouts(frames: Frames, findings: Findings) -> str:
     limits = [of_run[label] for label in found["run"]]
     worst = int((deviation / [limit for _, limit in limits]).argmax())
     dtype, limit = limits[worst]
-    size = f"{deviation[worst]:.1e}, relative, where differences up to {limit:g} are taken for rounding in {dtype} ({over})"
+    of = f"{deviation[worst]:.1e} of the sum of its absolute terms"
+    size = f"{of}, where differences up to {limit:g} are taken for rounding in {dtype} ({over})"
     if deviation[worst] > limit:
         return f"A layout changes pg_loss by {size}; the figure of the layouts shows which."
     return f"The layout changes nothing but rounding: pg_loss differs by at most {size}."
