@@ -88,8 +88,19 @@ def test_the_table_says_by_whose_weights_a_column_has_its_metrics(capsys, tmp_pa
         capsys, "compare", "--rollouts", "synthetic", "--modes", "sample_mean,token_mean,verl:token-mean", "-o", tmp_path / "r"
     )
     found = {line.split("by")[0].strip(): line.split("by")[1].split() for line in told.out.splitlines() if " by " in line[:24]}
-    assert found["weighted"] == ["sample", "mean", "own", "weights", "sample", "mean"]
-    assert found["KL and entropy"] == ["sample", "mean", "own", "weights", "own", "weights"]
+    assert found["weighted"] == ["sample_mean", "token_mean", "sample_mean"]
+    assert found["KL and entropy"] == ["sample_mean", "token_mean", "verl:token-mean"]
+    rules = json.loads((tmp_path / "r" / "manifest.json").read_text())["metric_rules"]
+    assert json.loads((tmp_path / "r" / "token_mean" / "manifest.json").read_text())["metric_rules"] == rules
+    assert rules["token_mean"] == dict.fromkeys(("metrics", "kl_loss", "entropy_loss"), "token_mean")
+    own = dict.fromkeys(("kl_loss", "entropy_loss"), "verl:token-mean")
+    assert rules["verl:token-mean"] == {"metrics": "sample_mean"} | own
+    matched = ("--metric-aggregation", "matched", "--json", "-o", tmp_path / "m")
+    told = aggcli(capsys, "compare", "--rollouts", "synthetic", "--modes", "prompt_mean,verl:token-mean", *matched)
+    assert {mode: rules["metrics"] for mode, rules in json.loads(told.out)["metric_rules"].items()} == {
+        "prompt_mean": "prompt_mean",
+        "verl:token-mean": "verl:token-mean",
+    }
 
 
 @pytest.mark.parametrize("steps", [2, 8, 20])

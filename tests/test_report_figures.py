@@ -385,4 +385,4 @@ def test_the_dotted_line_of_the_layouts_is_the_limit_of_the_verdict(tmp_path: Pa
     assert [np.asarray(line.get_xdata()).tolist() for line in axes.lines] == [[1e-9, 1e-9]]
     assert "float64: rounding up to 1e-09" in [text.get_text() for text in axes.texts]
     said = layouts(frames, find(frames))
-    assert "relative, where differences up to 1e-09 are taken for rounding in float64 (2 layouts, 1 comparison)" in said
+    assert "of the sum of its absolute terms, where differences up to 1e-09 are taken for rounding in float64 (2 " in said

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from jsonschema import Draft202012Validator
 
-from aggcli.analysis.schema import FILES, json_schema
+from aggcli.analysis.schema import FILES
+from aggcli.analysis.schema_formats import json_schema
 from aggcli.config import FIELDS
 from aggcli.measurement.catalogue import METRICS
 from tests.cli import aggcli, refused, results_of, strict_json
@@ -57,6 +59,16 @@ def test_every_record_that_is_written_fits_the_schema(results: Path, file: str, 
     assert len(found) == count
     for path, record in found:
         assert [f"{path}: {error.message}" for error in validator.iter_errors(record)] == []
+
+
+def test_every_row_of_a_sample_file_fits_the_schema(results: Path) -> None:
+    """64 samples in each of three recorded steps; the synthetic step has 128, under each of four modes."""
+    validator = Draft202012Validator(schema_of("samples"))
+    rows = [row for path in sorted(results.rglob("step-*.parquet")) for row in pyarrow.parquet.read_table(path).to_pylist()]
+    assert len(rows) == 3 * 64 + 4 * 128
+    for row in rows:
+        assert [error.message for error in validator.iter_errors(row)] == []
+        assert row.keys() == json_schema()["$defs"]["samples"]["properties"].keys()
 
 
 def test_a_field_that_is_not_documented_or_of_another_type_is_refused(results: Path) -> None:

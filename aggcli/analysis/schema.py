@@ -1,20 +1,20 @@
-"""The schema of what a run leaves on disk: every field of metrics.jsonl, layouts.jsonl, timings.jsonl and manifest.json.
+"""The schema of what a run leaves on disk: every field of metrics.jsonl, layouts.jsonl, timings.jsonl, manifest.json
+and the files in samples/.
 
-The numbers come from the metric catalogue, the settings from their types; the other fields are described here. Printed as
-Markdown and as JSON Schema (draft 2020-12), in which a field that is not described is refused.
+The numbers come from the metric catalogue, the settings from their types; the other fields are described here.
 """
 
 from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from aggcli.config import FIELDS
 from aggcli.measurement.catalogue import METRICS, Metric, describe
-from aggcli.records import LAYOUTS, MANIFEST, SCHEMA, TIMINGS
+from aggcli.records import LAYOUTS, MANIFEST, SAMPLES, SCHEMA, TIMINGS
 from aggcli.records import METRICS as METRICS_FILE
 from aggcli.rules import Rule
 
@@ -48,7 +48,8 @@ BLANK: Schema = {"type": ["number", "null"]}
 OBJECT: Schema = {"type": "object"}
 
 
-def _list(items: Schema) -> Schema:
+def list_of(items: Schema) -> Schema:
+    """A list of these."""
     return {"type": "array", "items": items}
 
 
@@ -98,7 +99,7 @@ _HEAD = (
 _LAYOUT = Field("layout", TEXT, "layout that the numbers were measured under, as --layouts spells it", "the step")
 _LENGTHS = Field(
     "correct/lengths",
-    _list(WHOLE),
+    list_of(WHOLE),
     "response lengths of the correct samples, sorted; with --log-correct-samples",
     "correct samples",
     "tokens",
@@ -123,13 +124,13 @@ _STEP = (
         "replay: metric (correct/* and pass@k stand for several) -> what it would need",
         "the step",
     ),
-    Field("notes", _list(TEXT), "replay: what looks like a fault but is none, in sentences", "the step"),
+    Field("notes", list_of(TEXT), "replay: what looks like a fault but is none, in sentences", "the step"),
 )
 _RANK = (
     Field("rank", WHOLE, "number of the data-parallel rank, from 0", "the layout", required=True),
     *_OF_A_RANK,
-    Field("cp_tokens", _list(WHOLE), "response tokens on each context-parallel rank", "the rank", "tokens"),
-    Field("partition", _list(WHOLE), "positions, among the run's samples of the step, of its own, from 0", "the rank"),
+    Field("cp_tokens", list_of(WHOLE), "response tokens on each context-parallel rank", "the rank", "tokens"),
+    Field("partition", list_of(WHOLE), "positions, among the run's samples of the step, of its own, from 0", "the rank"),
     _LENGTHS,
 )
 _STEP_IN_LAYOUT = (
@@ -153,7 +154,7 @@ _STEP_IN_LAYOUT = (
     ),
     Field(
         "ranks",
-        _list(OBJECT),
+        list_of(OBJECT),
         "each data-parallel rank's own: its share of a weighted number, its own mean, count, maximum or norm",
         "the layout",
         required=True,
@@ -180,7 +181,7 @@ def _setting(hint: Any) -> Schema:
     if origin is Literal:
         return _one_of(*options)
     if origin is tuple:
-        return _list(TEXT)
+        return list_of(TEXT)
     return {bool: FLAG, int: WHOLE, float: NUMBER, str: TEXT, Rule: TEXT, type(None): {"type": "null"}}[hint]
 
 
@@ -232,22 +233,40 @@ _FINAL = (
         "mode -> metric -> number",
         fields=(Field("<mode>", OBJECT, "metrics of a mode", fields=(_METRIC,), pattern="^."),),
     ),
-    Field("missing", _list(TEXT), "runs that did not get there"),
+    Field("missing", list_of(TEXT), "runs that did not get there"),
 )
 _MANIFEST = (
     Field("schema", {"const": SCHEMA}, "number of this schema", required=True),
     Field("kind", _one_of("run", "comparison"), "a run, or a folder of several runs", required=True),
-    Field("runs", _list(TEXT), "comparison: folders of its runs, in their order"),
+    Field("runs", list_of(TEXT), "comparison: folders of its runs, in their order"),
     Field("mode", TEXT, "run: aggregation mode, or another framework's rule"),
     Field("seed", WHOLE, "seed of everything drawn"),
     Field("lr", NUMBER, "training run: learning rate in force"),
     Field("lr_factor", NUMBER, "training run: lr over the setting lr; not 1 under --match grad-norm"),
+    Field(
+        "metric_rules",
+        OBJECT,
+        "mode or rule -> whose weights its other metrics take (columns of one loss may differ in them alone)",
+        fields=(
+            Field(
+                "<mode>",
+                OBJECT,
+                "of a mode or rule",
+                fields=(
+                    Field("metrics", TEXT, "rule that weighs pg_clipfrac, ppo_kl, ratio_deviation and sampler_mismatch"),
+                    Field("kl_loss", TEXT, "rule that weighs kl_loss, as a metric and as a term of the loss"),
+                    Field("entropy_loss", TEXT, "rule that weighs entropy_loss, as a metric and as a term of the loss"),
+                ),
+                pattern="^.",
+            ),
+        ),
+    ),
     Field("divisor", BLANK, "L in force of constant, or of a rule that divides by one", "the run", "tokens"),
     Field("command", _one_of("run", "compare"), "command of aggcli that made it", required=True),
-    Field("arguments", _list(TEXT), "its arguments, as given", required=True),
+    Field("arguments", list_of(TEXT), "its arguments, as given", required=True),
     Field("rollouts", TEXT, "replay: the rollouts, as named"),
     Field("format", TEXT, "replay: format of the rollouts"),
-    Field("modes", _list(TEXT), "replay: modes and rules asked for"),
+    Field("modes", list_of(TEXT), "replay: modes and rules asked for"),
     Field("max_response_length", WHOLE, "replay: what quarters of the response length are quarters of", "the run", "tokens"),
     Field("response_limit", WHOLE, "training: most tokens of a response", "the run", "tokens"),
     Field("settings", _SETTINGS, "every setting by name; `aggcli run --help` says what each means", required=True),
@@ -269,6 +288,35 @@ _MANIFEST = (
     Field("final", OBJECT, "training: the metrics that were printed at the end", fields=_FINAL),
 )
 
+_SAMPLE = (
+    Field("sample", WHOLE, "position in the recorded step, from 0", "the source"),
+    Field("rollout", TEXT, "rollout_id, or a number where the source has none", "the step"),
+    Field("group", {"type": ["string", "null"]}, "group_index of its prompt group; null without", "the step"),
+    Field("response_length", WHOLE, "response length", "the sample", "tokens"),
+    Field("trained_tokens", WHOLE, "response tokens that are trained", "the sample", "tokens"),
+    Field("reward", BLANK, "raw reward; null where unscored", "the rollout", "reward"),
+    Field(
+        "correct", {"type": ["boolean", "null"]}, "whether it reaches --correct-threshold; null where unscored", "the rollout"
+    ),
+    Field(
+        "truncated",
+        {"type": ["boolean", "null"]},
+        "whether it was cut at the response limit; null where not said",
+        "the sample",
+    ),
+    Field("group_rollouts", {"type": ["integer", "null"]}, "rollouts of its prompt group", "its group in the step", "rollouts"),
+    Field("group_reward", BLANK, "mean raw reward of its prompt group", "its group's scored rollouts in the step", "reward"),
+    Field(
+        "group_reward_spread",
+        BLANK,
+        "largest less smallest raw reward there",
+        "its group's scored rollouts in the step",
+        "reward",
+    ),
+    Field("advantage", BLANK, "mean advantage; null where nothing is trained or nothing gives one", "its trained tokens"),
+    Field("weight", NUMBER, "sum of the mode's weights", "its trained tokens"),
+)
+
 FILES: Mapping[str, tuple[str, tuple[Field, ...]]] = {
     METRICS_FILE: ("One JSON object a line, one line an optimizer step: the numbers under the layout in force.", _STEP),
     LAYOUTS: (
@@ -279,79 +327,11 @@ FILES: Mapping[str, tuple[str, tuple[Field, ...]]] = {
         "In training: one JSON object a line, one line a rollout step, on all runs that one process trained together.",
         _TIMING,
     ),
+    SAMPLES: (
+        "A folder, in a replay: step-<step>.parquet has a row a training sample of that optimizer step.",
+        _SAMPLE,
+    ),
     MANIFEST: ("One JSON object: what was run, with what and where, and how it ended.", _MANIFEST),
 }
 """File -> what it holds, and its fields."""
 SHARED = "A number is null where nothing was measured, and left out where the rollouts or the settings do not give it."
-
-# -- JSON Schema ----------------------------------------------------------------------------------------------------
-
-
-def json_schema() -> dict[str, Any]:
-    """The schema of these files as one JSON Schema; `$defs` has one of a line of each, or of the manifest, by file."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"aggcli results, schema {SCHEMA}",
-        "description": SHARED,
-        "anyOf": [{"$ref": f"#/$defs/{name}"} for name in FILES],
-        "$defs": {name: {"description": about, **_object(fields)} for name, (about, fields) in FILES.items()},
-    }
-
-
-def _object(fields: Sequence[Field]) -> dict[str, Any]:
-    many = {field.pattern: _described(field) for field in fields if field.pattern is not None}
-    return {
-        "type": "object",
-        "properties": {field.name: _described(field) for field in fields if field.pattern is None},
-        **({"patternProperties": many} if many else {}),
-        "required": [field.name for field in fields if field.required],
-        "additionalProperties": False,
-    }
-
-
-def _described(field: Field) -> dict[str, Any]:
-    """A field's JSON Schema; unit and "over what" are annotations of our own."""
-    notes = {"description": field.about, "x-unit": field.unit, "x-over": field.over}
-    kind = field.schema
-    if field.fields and "items" in kind:
-        kind = _list(_object(field.fields))
-    elif field.fields:
-        kind = {**_object(field.fields), **kind}
-    return {**{name: note for name, note in notes.items() if note}, **kind}
-
-
-# -- Markdown -------------------------------------------------------------------------------------------------------
-
-
-def markdown() -> str:
-    """The schema as one Markdown table a file; the fields of an object stand below it, with its name before a dot."""
-    parts = [f"# Results on disk, schema {SCHEMA}\n\n{SHARED}\n"]
-    for name, (about, fields) in FILES.items():
-        rows = "\n".join(_rows(fields, ""))
-        parts.append(f"## `{name}`\n\n{about}\n\n| field | type | unit | over | meaning |\n|---|---|---|---|---|\n{rows}\n")
-    return "\n".join(parts)
-
-
-def _rows(fields: Sequence[Field], before: str) -> Iterator[str]:
-    for field in fields:
-        cells = (_type_of(field.schema), field.unit, field.over, field.about)
-        yield f"| `{before}{field.name}` | {' | '.join(map(_escaped, cells))} |"
-        yield from _rows(field.fields, f"{before}{field.name}.")
-
-
-def _type_of(schema: Schema) -> str:
-    if "enum" in schema:
-        return " or ".join(map(str, schema["enum"]))
-    if "const" in schema:
-        return str(schema["const"])
-    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    if kinds == ["array"]:
-        return f"list of {_type_of(schema['items'])}s"
-    return " or ".join(kinds)
-
-
-def _escaped(text: str) -> str:
-    """Text that Markdown would read as markup, or as a table's cell border."""
-    for sign in ("\\", "*", "|", "<"):
-        text = text.replace(sign, "\\" + sign)
-    return text

@@ -183,7 +183,7 @@ def schema(
     """Print every field of the files in a results directory: type, unit, what it is over, and meaning."""
     if format not in ("md", "json"):
         raise SettingError(f"--format {format}: must be md or json{nearest(format, ('md', 'json'))}")
-    from aggcli.analysis.schema import json_schema, markdown
+    from aggcli.analysis.schema_formats import json_schema, markdown
 
     print(
         to_json(json_schema(), indent=2) if json or format == "json" else markdown(),

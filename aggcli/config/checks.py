@@ -36,6 +36,8 @@ def check(config: RunConfig) -> None:
         raise SettingError("--rollouts is empty: give a file, a folder, a glob, `example` or `synthetic`")
     if config.source.length_unit is not None and config.source.tokenizer is not None:
         raise SettingError("--length-unit and --tokenizer are two ways to count lengths; give one")
+    if config.source.drop_zero_variance and not config.source.rollouts:
+        raise SettingError("--drop-zero-variance is for recorded rollouts; --dynamic-sampling is what training on --task has")
     reward_weights(config.source.reward_weights)
     _need("seed", config.seed, config.seed >= 0, "at least 0")
     _need("correct_threshold", config.correct_threshold, math.isfinite(config.correct_threshold), "a finite number")

@@ -52,6 +52,8 @@ class ObjectiveConfig:
     """Multiply the KL estimate by the importance ratio, which makes its gradient unbiased off-policy."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
+    mask_truncated: bool = False
+    """Set the loss mask of truncated responses to 0 (overlong filtering): they train nothing and still count in N."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -151,6 +153,8 @@ class SourceConfig:
     reward_weights: str | None = None
     """Weights that combine reward columns (verl, TRL), as name=1,other=0.5; columns not named are left out. Default: TRL's
     numeric columns at 1 each, verl's score alone."""
+    drop_zero_variance: bool = False
+    """Leave out prompt groups whose advantages are all 0, before N and P are counted: what dynamic sampling would have left."""
     unsafe_load: bool = False
     """Read pickles (SkyRL): a format that can hold code. What is not plain data or SkyRL's own batch is refused even so."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)

@@ -130,12 +130,15 @@ class Stack:
     def _shared(self, world: World) -> dict[str, Any]:
         import torch
 
+        from aggcli.objective.step import weighing_of
+
         config = self.request.config
         return {
             "command": self.request.command,
             "arguments": list(self.request.arguments),
             "settings": to_flat(config),
             "config": to_toml(config),
+            "metric_rules": {run.mode: weighing_of(run.rule, run.objective).names.as_json() for run in self.runs},
             "response_limit": self.setup.response_limit,
             "length_unit": "tokens",
             "environment": records.environment(str(self.setup.device), torch.get_num_threads()),

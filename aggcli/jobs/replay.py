@@ -127,6 +127,7 @@ def _prepare(
     """The replay, its batches, and the facts that head every table and record."""
     from aggcli.jobs.steps import Replay
     from aggcli.objective.reducer import load_reducer
+    from aggcli.objective.step import weighing_of
     from aggcli.rollouts.sources import open_source
 
     config = request.config
@@ -149,6 +150,9 @@ def _prepare(
         "rollouts": "batches given in memory" if source is None else source.name,
         "format": "batches" if source is None else source.format,
         "modes": [*names_of(modes), *([CUSTOM.name] if path else [])],
+        "metric_rules": {
+            rule.name: weighing_of(rule, config.objective).names.as_json() for rule in (*modes, *([CUSTOM] if path else []))
+        },
         "divisor": config.objective.loss_aggregation_divisor,
         "max_response_length": longest,
         "length_unit": unit,

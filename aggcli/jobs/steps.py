@@ -10,13 +10,15 @@ import torch
 
 from aggcli.config import RunConfig
 from aggcli.errors import RolloutError
+from aggcli.jobs.listening import say
 from aggcli.layout.schedule import Layout, Schedule, schedule_step
 from aggcli.layout.steps import Part, layouts_of, need_whole_groups, optimizer_steps
 from aggcli.layout.views import GlobalView
 from aggcli.measurement.groups import group_values
 from aggcli.measurement.local import MeasureConfig
 from aggcli.measurement.ranks import measure_on_ranks
-from aggcli.measurement.report import StepReport
+from aggcli.measurement.report import StepReport, Values
+from aggcli.measurement.selection import selected
 from aggcli.measurement.step import Head, Processes, measure_config, report_step
 from aggcli.objective.reducer import Reducer
 from aggcli.objective.step import step_inputs, with_advantages
@@ -49,9 +51,15 @@ class Replay:
         Raises `RolloutError` for data that the settings cannot use.
         """
         number = 0
+        skipped: list[str] = []
         for batch in batches:
             advantages_T, origin = with_advantages(batch, self.config.objective)
-            batch = dataclasses.replace(batch, advantages_T=advantages_T)
+            found = selected(dataclasses.replace(batch, advantages_T=advantages_T), self.config)
+            if found.batch is None:
+                skipped.append(f"{batch.name}: {'; '.join(found.notes)}")
+                continue
+            batch = found.batch
+            extra: Values = {} if found.kept is None else {"groups_generated": found.generated, "groups_kept": found.kept}
             parts = optimizer_steps(batch, self.config.layout.global_batch_size)
             groups = group_values(GlobalView.of(batch), self.config.correct_threshold)
             for part in parts:
@@ -60,10 +68,14 @@ class Replay:
                 dtype = DTYPES[self.config.dtype or "float64"]
                 layouts = self._scheduled(step, part)
                 inputs = step_inputs(step, self.config.objective, modes, dtype, self.reducer, layouts[0][1])
-                head = Head(number, batch.name, origin, [*batch.notes, *left_out, *part.notes])
+                head = Head(number, batch.name, origin, [*batch.notes, *found.notes, *left_out, *part.notes], extra)
                 measuring = measure_config(inputs, self.config.objective, self.config, self.max_response_length)
                 yield report_step(head, inputs, layouts, measuring, groups, self._processes(measuring))
                 number += 1
+        if not number:
+            raise RolloutError(f"{'; '.join(skipped)}; leave the flag out, or give rollouts whose rewards differ in a group")
+        for text in skipped:
+            say(f"{text}: no step of it is counted")
 
     def _usable_modes(self, step: RolloutBatch, batch: RolloutBatch, parts: list[Part]) -> tuple[tuple[Rule, ...], list[str]]:
         grouped = [mode for mode in self.modes if mode.needs_groups]

@@ -179,6 +179,8 @@ def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
     from aggcli.training.checkpoint import load, need_fit
 
     setup = grid.set_up(request.config)
+    for note in setup.recorded.notes if setup.recorded is not None else ():
+        say(note)
     request = dataclasses.replace(request, config=setup.config, modes=_with_groups(request, setup, world))
     runs = grid.runs_of(request.config, request.modes, request.seeds, setup.response_limit)
     if request.command == "run":

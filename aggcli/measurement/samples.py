@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aggcli.measurement.local import is_correct
-from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, group_of_rollout, is_first
 
 
 def sample_columns(step: RolloutBatch, threshold: float) -> dict[str, list[Any]]:
@@ -20,6 +21,8 @@ def sample_columns(step: RolloutBatch, threshold: float) -> dict[str, list[Any]]
         None if reward is None else right
         for reward, right in zip(rewards, is_correct(reward_S, threshold).tolist(), strict=True)
     ]
+    truncated_S = step.truncated_S
+    cut = [None] * step.num_samples if truncated_S is None else [None if x != x else bool(x) for x in truncated_S.tolist()]
     return {
         "sample": step.position_S.tolist(),
         "rollout": [_text(rollouts[r]) if rollouts else str(r) for r in step.rollout_S.tolist()],
@@ -28,7 +31,40 @@ def sample_columns(step: RolloutBatch, threshold: float) -> dict[str, list[Any]]
         "trained_tokens": step.mask_sum_S().tolist(),
         "reward": rewards,
         "correct": correct,
+        "truncated": cut,
+        **_of_groups(step, reward_S),
+        "advantage": _advantages(step),
     }
+
+
+def _of_groups(step: RolloutBatch, reward_S: Tensor) -> dict[str, list[Any]]:
+    """Of each sample's prompt group in the step: its rollouts, and the mean and spread of their raw rewards."""
+    group_S, first_S = group_of_rollout(step.group_S, step.rollout_S), is_first(step.rollout_S)
+    of_group: dict[int, list[float]] = {}
+    for group, reward in zip(group_S[first_S].tolist(), reward_S[first_S].tolist(), strict=True):
+        of_group.setdefault(group, []).append(reward)
+    counts = {group: len(rewards) for group, rewards in of_group.items()}
+    scored = {group: [reward for reward in rewards if reward == reward] for group, rewards in of_group.items()}
+    means = {group: math.fsum(rewards) / len(rewards) for group, rewards in scored.items() if rewards}
+    spreads = {group: max(rewards) - min(rewards) for group, rewards in scored.items() if rewards}
+    for found in (counts, means, spreads):
+        found.pop(NO_GROUP, None)
+    groups = group_S.tolist()
+    return {
+        "group_rollouts": [counts.get(group) for group in groups],
+        "group_reward": [means.get(group) for group in groups],
+        "group_reward_spread": [spreads.get(group) for group in groups],
+    }
+
+
+def _advantages(step: RolloutBatch) -> list[float | None]:
+    """The mean advantage of each sample's trained tokens, which is that of each where all have one; None without any."""
+    if step.advantages_T is None:
+        return [None] * step.num_samples
+    chosen_T = torch.where(step.loss_mask_T, step.advantages_T.double(), 0.0)
+    sum_S = torch.zeros(step.num_samples, dtype=torch.float64).index_add_(0, step.sample_of_token(), chosen_T)
+    tokens = step.mask_sum_S().tolist()
+    return [total / count if count else None for total, count in zip(sum_S.tolist(), tokens, strict=True)]
 
 
 def weight_of_samples(step: RolloutBatch, weight_T: Tensor) -> list[float]:

@@ -47,6 +47,10 @@ class WeightNames:
     kl: str
     entropy: str
 
+    def as_json(self) -> dict[str, str]:
+        """What a manifest says of it: whose weights the metrics, kl_loss and entropy_loss of a rule take."""
+        return {"metrics": self.metrics, "kl_loss": self.kl, "entropy_loss": self.entropy}
+
     def of(self, metric: str) -> str:
         """Whose weights a per-token metric takes."""
         return {"pg_loss": self.loss, "kl_loss": self.kl, "entropy_loss": self.entropy}.get(metric, self.metrics)

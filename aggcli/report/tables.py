@@ -13,7 +13,7 @@ from rich.text import Text
 from aggcli.analysis.units import LENGTH_UNITS, in_length_unit
 from aggcli.measurement.catalogue import BESIDE, OVER_TRAINED, describe, names
 from aggcli.measurement.words import plural
-from aggcli.rules import CUSTOM, recorded_rule
+from aggcli.rules import recorded_rule
 
 Step = Mapping[str, Any]
 _NEGLIGIBLE = 1e-12
@@ -119,27 +119,13 @@ def _mode_table(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[
             label = _LABELS.get(name, _with_unit(name, head)).format(baseline=rules[0], unit=_length_unit(head))
             table.add_row(label, *(_mean(steps, rule, name) for rule in rules))
         if section is _METRICS and rows:
-            whose = [_weighted_by(rule, head["settings"]) for rule in rules]
-            table.add_row("  weighted by", *(metrics for metrics, _ in whose))
-            table.add_row("  KL and entropy by", *(terms for _, terms in whose))
+            whose = [head["metric_rules"][rule] for rule in rules]
+            table.add_row("  weighted by", *(names["metrics"] for names in whose))
+            terms = [dict.fromkeys((names["kl_loss"], names["entropy_loss"])) for names in whose]
+            table.add_row("  KL and entropy by", *(" / ".join(names) for names in terms))
         if rows:
             table.add_section()
     return table
-
-
-def _weighted_by(name: str, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Whose weights the metrics of a rule's column take, and whose kl_loss and entropy_loss: columns of the same loss may
-    differ in them alone.
-    """
-    rule = recorded_rule(name)
-    metrics = "token mean" if rule == CUSTOM and settings["calculate_per_token_loss"] else "sample mean"
-    if settings["metric_aggregation"] == "matched" or (rule is not None and rule.metrics == "its own weights"):
-        metrics = "own weights"
-    if rule is None:
-        return metrics, metrics
-    named = {"its own weights": "own weights", "the metrics' weights": metrics}
-    terms = [named[term] if isinstance(term, str) else term.name for term in (rule.kl_term, rule.entropy_term)]
-    return metrics, " / ".join(dict.fromkeys(terms))
 
 
 def _is_shown(steps: Sequence[Step], rules: Sequence[str], name: str) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aggcli.config import RunConfig
 from aggcli.errors import RolloutError
+from aggcli.measurement.selection import selected
 from aggcli.objective.step import with_advantages
 from aggcli.policy.log_probs import response_log_probs
 from aggcli.policy.transformer import Parameters, PolicyConfig
@@ -25,16 +26,23 @@ from aggcli.training.stack import RunSpec
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """Recorded steps ready to train on: `batches`, each with token ids renumbered 0, 1, ... by rising original id."""
+    """Recorded steps ready to train on: `batches`, each with token ids renumbered 0, 1, ... by rising original id.
+
+    `generated`: the prompt groups of each before --drop-zero-variance; `notes`: what was left out, in words.
+    """
 
     batches: list[RolloutBatch]
     vocabulary_size: int
     longest: int
+    generated: list[int]
+    notes: tuple[str, ...] = ()
 
 
 def prepared(batches: Iterable[RolloutBatch], config: RunConfig) -> Recorded:
     """Renumber token ids and set advantages. Raises `RolloutError` for a step without token ids or without advantages."""
-    ready = []
+    ready, generated = [], []
+    notes: dict[str, None] = {}
+    left_out: list[str] = []
     for batch in batches:
         if batch.token_ids_U is None:
             raise RolloutError(f"{batch.name}: --train needs token ids for every sample (tokens), which the file lacks")
@@ -45,10 +53,16 @@ def prepared(batches: Iterable[RolloutBatch], config: RunConfig) -> Recorded:
             raise RolloutError(f"{batch.name}: --train needs at least one prompt token before every response")
         streams = (batch.rollout_log_probs_T, batch.old_log_probs_T, batch.log_probs_T)
         sampled_T = next((stream for stream in streams if stream is not None), None)
+        found = selected(dataclasses.replace(batch, advantages_T=advantages_T), config)
+        if found.batch is None:
+            left_out.append(f"{batch.name}: {'; '.join(found.notes)}")
+            continue
+        groups = int(is_first(found.batch.group_S[found.batch.group_S >= 0]).sum())
+        generated.append(groups if found.generated is None else found.generated)
+        notes.update(dict.fromkeys(f"{batch.name}: {note}" for note in found.notes))
         ready.append(
             dataclasses.replace(
-                batch,
-                advantages_T=advantages_T,
+                found.batch,
                 rollout_log_probs_T=sampled_T,
                 log_probs_T=None,
                 old_log_probs_T=None,
@@ -56,10 +70,12 @@ def prepared(batches: Iterable[RolloutBatch], config: RunConfig) -> Recorded:
                 entropy_T=None,
             )
         )
+    if not ready:
+        raise RolloutError(f"{'; '.join(left_out)}; leave the flag out, or give rollouts whose rewards differ in a group")
     known = torch.cat([batch.token_ids_U for batch in ready if batch.token_ids_U is not None]).unique()
     renumbered = [dataclasses.replace(batch, token_ids_U=torch.searchsorted(known, batch.token_ids_U)) for batch in ready]
     longest = max(int(batch.total_length_S.max()) for batch in ready)
-    return Recorded(renumbered, known.numel(), longest)
+    return Recorded(renumbered, known.numel(), longest, generated, (*left_out, *notes))
 
 
 @dataclass(frozen=True)
@@ -84,7 +100,7 @@ class RecordedSampler:
             notes=(),
         )
         kept = int(is_first(batch.group_S[batch.group_S >= 0]).sum())
-        return Rollouts(stacked, padded_tokens(stacked), [kept] * count, [kept] * count)
+        return Rollouts(stacked, padded_tokens(stacked), [self.recorded.generated[step]] * count, [kept] * count)
 
 
 def padded_tokens(batch: RolloutBatch) -> Tensor:

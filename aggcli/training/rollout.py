@@ -180,6 +180,7 @@ class Sampler:
         self, run_S: Tensor, length_S: Tensor, prompt_length: int, reward_S: Tensor, log_probs_T: Tensor, truncated_S: Tensor
     ) -> RolloutBatch:
         samples = run_S.numel()
+        trained_S = ~truncated_S if self.config.objective.mask_truncated else torch.ones_like(truncated_S)
         group_S = torch.arange(samples) // self.config.training.n_samples_per_prompt
         advantage_S = group_advantages(
             reward_S.double() + self._overlong(length_S),
@@ -190,7 +191,7 @@ class Sampler:
         return RolloutBatch(
             response_length_S=length_S,
             total_length_S=length_S + prompt_length,
-            loss_mask_T=torch.ones(int(length_S.sum()), dtype=torch.bool),
+            loss_mask_T=torch.repeat_interleave(trained_S, length_S),
             rollout_S=torch.arange(samples),
             group_S=group_S,
             run_S=run_S,
