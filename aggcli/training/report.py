@@ -7,7 +7,6 @@ process where its ranks are real.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -179,8 +178,7 @@ def of_run(step: RolloutBatch, mine_S: Tensor) -> RolloutBatch:
         return own
     known_S = own.group_S != NO_GROUP
     first = int(own.group_S[known_S].min()) if known_S.any() else 0
-    return dataclasses.replace(
-        own,
+    return own.derived(
         rollout_S=own.rollout_S - own.rollout_S.min(),
         group_S=torch.where(known_S, own.group_S - first, NO_GROUP),
         run_S=torch.zeros_like(own.run_S),
@@ -188,11 +186,11 @@ def of_run(step: RolloutBatch, mine_S: Tensor) -> RolloutBatch:
 
 
 def _with_streams(own: RolloutBatch, mine_T: Tensor, given: StepTokens, found: Gradient, *, with_kl: bool) -> RolloutBatch:
-    """One run's samples with the log-probabilities and entropies of this optimizer step, float64; `mine_T`: its tokens."""
+    """One run's samples with the log-probabilities and entropies of this optimizer step, float64; `mine_T`: its tokens. What is
+    not finite has been looked for (`not_reportable`)."""
     log_probs_T, old_T, ref_T = found.log_probs_T[mine_T], given.old_log_probs_T, given.ref_log_probs_T
     sampler_T = own.rollout_log_probs_T
-    return dataclasses.replace(
-        own,
+    return own.derived(
         log_probs_T=log_probs_T,
         old_log_probs_T=log_probs_T if old_T is None else old_T[mine_T].double(),
         ref_log_probs_T=ref_T[mine_T].double() if with_kl and ref_T is not None else None,
