@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from aggcli.analysis.frames import read_frames
 from tests.cli import aggcli, compared, exactly, records, refused, replay, write_jsonl
 from tests.fixtures import MODES, sample
 from tests.test_truncated import CUT, of_four
@@ -141,6 +142,10 @@ def test_the_sample_file_leads_from_a_step_to_its_groups_and_samples(tmp_path, c
     assert {(row["group"], row["group_rollouts"], row["group_reward"], row["group_reward_spread"]) for row in rows} == {
         ("0", 4, 0.5, 1.0)
     }
+    frame = read_frames([told.output]).samples
+    mine = frame[(frame["mode"] == "token_mean") & (frame["step"] == 0)]
+    assert mine["advantage"].tolist()[3:] == [exactly(-A)]
+    assert mine["truncated"].tolist() == [True, True, True, False]
     uneven = [
         sample(3, group_index=0, reward=1, advantage=[0.25, 0.75, 9.0], loss_mask=[1, 1, 0], rollout_id="a"),
         sample(1, group_index=0, reward=1, advantage=1.0, rollout_id="a"),

@@ -23,6 +23,8 @@ from aggcli.measurement.catalogue import describe
 from aggcli.records import LAYOUTS, METRICS, SAMPLES
 
 SAMPLE_COLUMNS = ("sample", "rollout", "group", "response_length", "trained_tokens", "reward", "correct", "weight")
+MORE_SAMPLE_COLUMNS = ("truncated", "group_rollouts", "group_reward", "group_reward_spread", "advantage")
+"""Those that not every record has."""
 _STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 
 
@@ -247,8 +249,10 @@ def _read_samples(path: Path) -> pd.DataFrame:
     missing = [name for name in SAMPLE_COLUMNS if name not in table.column_names]
     if missing:
         raise RecordError(f"{path}: has no column {', '.join(missing)}")
-    frame = pd.DataFrame({name: table.column(name).to_pylist() for name in SAMPLE_COLUMNS}, dtype=object)
+    more = [name for name in MORE_SAMPLE_COLUMNS if name in table.column_names]
+    frame = pd.DataFrame({name: table.column(name).to_pylist() for name in (*SAMPLE_COLUMNS, *more)}, dtype=object)
+    numeric = ("response_length", "trained_tokens", "reward", "weight", *(name for name in more if name != "truncated"))
     try:
-        return frame.astype(dict.fromkeys(("response_length", "trained_tokens", "reward", "weight"), "float64"))
+        return frame.astype(dict.fromkeys(numeric, "float64"))
     except (TypeError, ValueError) as error:
         raise RecordError(f"{path}: holds something else than numbers where numbers belong ({error})") from error
