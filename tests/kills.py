@@ -1,22 +1,24 @@
 """Kill commands at random moments and look at what is left: `python tests/kills.py --count 100 --seed 0`.
 
-Each kill starts one command in an empty folder of its own, sends SIGKILL, SIGTERM or SIGINT at a random moment of the time
-that it takes undisturbed, and then checks that
+Each kill starts one command in an empty folder of its own, sends SIGKILL, SIGTERM or SIGINT at a random moment (every other
+one after its first file is there, since half of a short command is imports), and then checks that
 
-- every process that it had started has ended;
+- the command and every process that it had started have ended;
 - every file is whole: JSON and JSONL parse (a last line may be cut where the writer was killed), figures, Parquet, safetensors
   and pages open to their end;
-- the folder for temporary files is as empty as it was, and no draft or scratch folder is left, but for SIGKILL, which leaves no
-  time to remove one: then `--overwrite` or a second run must take the place of it;
+- the folder for temporary files is as empty as it was, and no draft or scratch folder is left, but for what SIGKILL leaves no
+  time to remove: then the same command, given again, must take the place of it;
 - training goes on with --resume to the bytes of the undisturbed run.
 
-Prints a line for each fault and the counts at the end; exit code 1 if there is a fault.
+Prints a line for each kill and the counts at the end; exit code 1 if there is a fault. A command that had ended by itself is
+run again: it counts as no kill.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -31,9 +33,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--task=control", "--steps=30", "--rollout-batch-size=4", "--n-samples-per-prompt=4", "--checkpoint-every=4"]
+SMALL = ["--task=control", "--steps=8", "--rollout-batch-size=2", "--n-samples-per-prompt=2", "--checkpoint-every=2"]
 TRAINED = ("metrics.jsonl", "layouts.jsonl")
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+ENDS_WITHIN = 60.0
+"""Seconds after which a command that was told to end, with all that it had started, counts as hung."""
+HIDES = (".", ".tmp")
+"""How the name of a scratch folder begins, and that of a draft ends."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +47,20 @@ class Kind:
     """A command to kill: its arguments (`new` is where it writes), and those that go on or begin again afterwards."""
 
     arguments: tuple[str, ...]
-    again: tuple[str, ...]
-    resumes: bool = False
+    again: tuple[str, ...] = ()
+    has_ranks: bool = False
+    """Its writer is a rank, which its launcher may end by SIGKILL whatever signal the launcher had."""
 
 
+_SHARED = ("compare", *SMALL, "--modes=sample_mean,token_mean", "--seeds=1", "--processes=2", "--output=new")
 KINDS = {
-    "training": Kind(("run", *SMALL, "--output=new"), ("--resume",), True),
-    "comparing": Kind(("compare", *SMALL, "--modes=sample_mean,token_mean", "--seeds=1", "--processes=2", "--output=new"),
-                      ("--resume",), True),
-    "training on ranks": Kind(("run", *SMALL, "--dp=2", "--output=new"), ("--resume",), True),
+    "training": Kind(("run", *SMALL, "--output=new"), ("--resume",)),
+    "training in 2 processes": Kind(_SHARED, ("--resume",)),
+    "training on 2 ranks": Kind(("run", *SMALL, "--dp=2", "--output=new"), ("--resume",), has_ranks=True),
+    "comparing records": Kind(("compare", "records", "--format=md")),
     "replaying": Kind(("compare", "--rollouts=example", "--output=new"), ("--overwrite",)),
-    "replaying on ranks": Kind(("compare", "--rollouts=example", "--dp=2", "--output=new"), ("--overwrite",)),
-    "plotting": Kind(("plot", "records", "--html", "--format=png,svg,pdf", "--output=new"), ()),
+    "replaying on 2 ranks": Kind(("run", "--rollouts=example", "--dp=2", "--output=new"), ("--overwrite",), has_ranks=True),
+    "plotting": Kind(("plot", "records", "--html", "--format=png", "--output=new")),
     "converting": Kind(("convert", "example", "new", "--to=parquet"), ("--overwrite",)),
     "converting to a file": Kind(("convert", "example-0.pt", "new.jsonl"), ("--overwrite",)),
 }  # fmt: skip
@@ -64,20 +72,38 @@ class Place:
 
     folder: Path
 
+    @property
+    def said(self) -> Path:
+        """What the command said on stderr: a file, since a process that is left behind would keep a pipe open for good."""
+        return self.folder.with_name(self.folder.name + ".stderr")
+
+    @property
+    def has_begun(self) -> bool:
+        return (self.folder / "new").exists() or (self.folder / "new.jsonl").exists()
+
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """In a process group of its own, so that Ctrl-C reaches the whole of it."""
         (self.folder / "tmp").mkdir(exist_ok=True)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder / "tmp")}
-        return subprocess.Popen(
-            [sys.executable, "-m", "aggcli", *arguments],
-            cwd=self.folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+        with self.said.open("wb") as said:
+            return subprocess.Popen(
+                [sys.executable, "-m", "aggcli", *arguments],
+                cwd=self.folder, env=environment, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True,
+            )  # fmt: skip
 
     def finish(self, *arguments: str) -> str | None:
-        """Run to the end; what was said where it failed."""
+        """Run to the end; what was said where it failed, or hung."""
         process = self.start(*arguments)
-        said = process.communicate(timeout=300)[1].decode(errors="replace")
-        return None if process.returncode == 0 else f"exit {process.returncode}: {said[-400:]}"
+        try:
+            code = process.wait(timeout=300)
+        except subprocess.TimeoutExpired:
+            self.end_all()
+            process.wait()
+            return f"hung: {self.tail()}"
+        return None if code == 0 else f"exit {code}: {self.tail()}"
+
+    def tail(self) -> str:
+        return self.said.read_text(errors="replace")[-400:]
 
     def processes(self) -> list[int]:
         """The processes that were started here and have not ended, by the folder for temporary files in their environment."""
@@ -91,19 +117,25 @@ class Place:
                 continue
         return found
 
+    def end_all(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
-def undisturbed(folder: Path, kinds: list[str]) -> dict[str, tuple[Place, float]]:
-    """Each kind run to its end once: where, and the seconds it took. Plotting reads the records of a replay."""
-    found = {}
-    for name in dict.fromkeys(["replaying", *kinds] if "plotting" in kinds else kinds):
+
+def undisturbed(folder: Path, kinds: list[str], say: bool) -> dict[str, tuple[Place, float]]:
+    """Each kind run to its end once: where, and the seconds it took. What reads records has those of a replay."""
+    found: dict[str, tuple[Place, float]] = {}
+    reads = any("records" in KINDS[name].arguments for name in kinds)
+    for name in dict.fromkeys(["replaying", *kinds] if reads else kinds):
         kind = KINDS[name]
         place = prepared(folder / name.replace(" ", "-"), found)
         began = time.monotonic()
         said = place.finish(*kind.arguments)
         assert said is None, (name, said)
         found[name] = (place, time.monotonic() - began)
-        if name == "replaying":
-            found["records"] = (place, 0.0)
+        if say:
+            print(f"undisturbed: {name}, {found[name][1]:.1f} s", flush=True)
     return found
 
 
@@ -111,8 +143,8 @@ def prepared(folder: Path, done: dict[str, tuple[Place, float]]) -> Place:
     """An empty folder with what commands read: the records of a replay, and one recorded step."""
     folder.mkdir()
     shutil.copy(ROOT / "tests" / "data" / "slime_rollout" / "0.pt", folder / "example-0.pt")
-    if "records" in done:
-        shutil.copytree(done["records"][0].folder / "new", folder / "records")
+    if "replaying" in done:
+        shutil.copytree(done["replaying"][0].folder / "new", folder / "records")
     return Place(folder)
 
 
@@ -148,36 +180,34 @@ def half_written(path: Path, *, may_be_cut: bool) -> str | None:
     return None
 
 
+def is_hidden(path: Path) -> bool:
+    """A draft, a scratch folder or what lies in one."""
+    return any(part.startswith(HIDES[0]) or part.endswith(HIDES[1]) for part in path.parts)
+
+
 def faults_of(place: Place, kind: Kind, number: int) -> Iterator[str]:
     """What is wrong in a folder after a command was killed in it."""
     until = time.monotonic() + 10
     while (left := place.processes()) and time.monotonic() < until:
         time.sleep(0.02)
-    for process in left:
-        yield f"process {process} goes on"
-        os.kill(process, signal.SIGKILL)
+    if left:
+        yield f"processes {left} go on"
+        place.end_all()
     killed = number == signal.SIGKILL
     if scratch := os.listdir(place.folder / "tmp"):
         yield f"left in the folder for temporary files: {scratch}"
     for path in sorted(place.folder.rglob("*")):
-        hidden = path.name.startswith(".") or path.name.endswith(".tmp")
-        if hidden and not killed:
-            yield f"a draft or scratch folder is left: {path.relative_to(place.folder)}"
-        if path.is_file() and not hidden and not any(part.startswith(".") for part in path.relative_to(place.folder).parts):
-            reason = half_written(path, may_be_cut=killed or ((place.folder / "new" / "manifest.json").exists() and _dp(kind)))
-            if reason is not None:
-                yield f"half-written: {path.relative_to(place.folder)}: {reason}"
-
-
-def _dp(kind: Kind) -> bool:
-    """Ranks are ended by their launcher with SIGKILL where SIGTERM does not end them in time."""
-    return "--dp=2" in kind.arguments
+        name = path.relative_to(place.folder)
+        if is_hidden(name):
+            if not killed:
+                yield f"a draft or scratch folder is left: {name}"
+        elif path.is_file() and (reason := half_written(path, may_be_cut=killed or kind.has_ranks)):
+            yield f"half-written: {name}: {reason}"
 
 
 def faults_afterwards(place: Place, kind: Kind, whole: Place) -> Iterator[str]:
     """What is wrong when the command is given again: with --resume, it must make the bytes of an undisturbed run."""
-    begun = (place.folder / "new").exists() or (place.folder / "new.jsonl").exists()
-    said = place.finish(*kind.arguments, *(kind.again if begun else ()))
+    said = place.finish(*kind.arguments, *(kind.again if place.has_begun else ()))
     if said is not None:
         yield f"afterwards: {said}"
         return
@@ -188,7 +218,9 @@ def faults_afterwards(place: Place, kind: Kind, whole: Place) -> Iterator[str]:
             yield f"{name} is missing afterwards"
         elif _is_compared(name) and again.read_bytes() != path.read_bytes():
             yield f"{name} is not, byte for byte, that of the undisturbed run"
-    yield from (f"still there afterwards: {path.name}" for path in place.folder.rglob("*.tmp"))
+    for path in sorted(place.folder.rglob("*")):
+        if is_hidden(name := path.relative_to(place.folder)):
+            yield f"still there afterwards: {name}"
 
 
 def _is_compared(name: Path) -> bool:
@@ -200,33 +232,79 @@ def _is_compared(name: Path) -> bool:
 # -- the harness --------------------------------------------------------------------------------------------------------
 
 
-def kill(count: int, seed: int, kinds: list[str], *, say: bool = True) -> tuple[collections.Counter[str], list[str]]:
-    """Kill `count` commands; how often each kind was hit by each signal, and every fault."""
-    draw, hits, faults = random.Random(seed), collections.Counter[str](), list[str]()
+@dataclass(frozen=True)
+class Kill:
+    """One kill: what was hit, how, when, and what was wrong. `late`: the command had ended by itself."""
+
+    kind: str
+    signal: str
+    after: float
+    late: bool
+    faults: list[str]
+
+
+def kill_one(place: Place, kind_name: str, whole: tuple[Place, float], draw: random.Random) -> Kill:
+    """Start a command, kill it and look at what is left."""
+    kind, (undone, seconds), signal_name = KINDS[kind_name], whole, draw.choice([*SIGNALS])
+    moment, once_begun = draw.random() * seconds, draw.random() < 0.5
+    process, began = place.start(*kind.arguments), time.monotonic()
+    while once_begun and not place.has_begun and process.poll() is None and "--output=new" in kind.arguments:
+        time.sleep(0.005)
+    begun = time.monotonic() - began
+    time.sleep(max(moment * max(seconds - begun, 0.1) / seconds if once_begun and begun > 0.1 else moment, 0.0))
+    after, late = time.monotonic() - began, process.poll() is not None
+    if not late:
+        os.killpg(process.pid, signal.SIGINT) if signal_name == "SIGINT" else process.send_signal(SIGNALS[signal_name])
+    found = []
+    try:
+        code = process.wait(timeout=ENDS_WITHIN)
+    except subprocess.TimeoutExpired:
+        found.append(f"has not ended {ENDS_WITHIN:g} s after the signal: processes {place.processes()}: {place.tail()}")
+        place.end_all()
+        code = process.wait()
+    said = place.said.read_text(errors="replace")
+    if "Traceback" in said or "fault of aggcli" in said or code == 1:
+        found.append(f"exit {code}: {said[-400:]}")
+    found += faults_of(place, kind, SIGNALS[signal_name])
+    found += faults_afterwards(place, kind, undone)
+    return Kill(kind_name, signal_name, after, late, found)
+
+
+def kill(count: int, seed: int, kinds: list[str], *, say: bool = True) -> list[Kill]:
+    """Kill commands of these kinds in turn until `count` were hit; those that had ended by themselves are in the list too."""
+    draw, done = random.Random(seed), list[Kill]()
     with tempfile.TemporaryDirectory(prefix="aggcli-kills-") as name:
         folder = Path(name)
-        whole = undisturbed(folder, kinds)
-        for at in range(count):
-            kind_name, signal_name = kinds[at % len(kinds)], draw.choice([*SIGNALS])
-            kind, (undone, seconds) = KINDS[kind_name], whole[kind_name]
-            place = prepared(folder / f"kill-{at}", whole)
-            process = place.start(*kind.arguments)
-            moment = draw.random() * seconds
-            time.sleep(moment)
-            ended = process.poll() is not None
-            if not ended:
-                os.killpg(process.pid, signal.SIGINT) if signal_name == "SIGINT" else process.send_signal(SIGNALS[signal_name])
-            said = process.communicate(timeout=120)[1].decode(errors="replace")
-            found = list(faults_of(place, kind, SIGNALS[signal_name]))
-            if "Traceback" in said or process.returncode == 1:
-                found.append(f"exit {process.returncode}: {said[-300:]}")
-            found += faults_afterwards(place, kind, undone)
-            hits[f"{kind_name}, {'too late' if ended else signal_name}"] += 1
-            faults += [f"kill {at} ({kind_name}, {signal_name} after {moment:.2f} s): {fault}" for fault in found]
-            if say and found:
-                print("\n".join(faults[-len(found) :]), flush=True)
+        whole = undisturbed(folder, kinds, say)
+        while (hits := sum(not one.late for one in done)) < count:
+            kind_name = kinds[hits % len(kinds)]
+            place = prepared(folder / f"kill-{len(done)}", whole)
+            began = time.monotonic()
+            try:
+                one = kill_one(place, kind_name, whole[kind_name], draw)
+            finally:
+                place.end_all()
+            done.append(one)
+            if say:
+                verdict = "; ".join(one.faults) or ("had ended" if one.late else "whole")
+                took = f"{time.monotonic() - began:.1f} s in all"
+                number = hits + (not one.late)
+                print(f"{number:3d} {one.kind}, {one.signal} after {one.after:.2f} s: {verdict} ({took})", flush=True)
             shutil.rmtree(place.folder)
-    return hits, faults
+    return done
+
+
+def counts(done: list[Kill]) -> Iterator[str]:
+    """A table of how often each kind was hit by each signal, with the faults found."""
+    hit = [one for one in done if not one.late]
+    number = collections.Counter((one.kind, one.signal) for one in hit)
+    yield "".join([f"{'kills':24}", *(f"{name:>9}" for name in SIGNALS), f"{'faults':>9}"])
+    for kind in dict.fromkeys(one.kind for one in done):
+        faults = sum(len(one.faults) for one in done if one.kind == kind)
+        yield "".join([f"{kind:24}", *(f"{number[kind, name]:9d}" for name in SIGNALS), f"{faults:9d}"])
+    faults = sum(len(one.faults) for one in done)
+    yield "".join([f"{'all':24}", *(f"{sum(one.signal == name for one in hit):9d}" for name in SIGNALS), f"{faults:9d}"])
+    yield f"{len(hit)} kills ({len(done) - len(hit)} more came too late), {faults} faults"
 
 
 def main() -> int:
@@ -235,11 +313,9 @@ def main() -> int:
     given.add_argument("--seed", type=int, default=0)
     given.add_argument("--kinds", default=",".join(KINDS), help="comma-separated, of " + ", ".join(KINDS))
     asked = given.parse_args()
-    hits, faults = kill(asked.count, asked.seed, asked.kinds.split(","))
-    for what, number in sorted(hits.items()):
-        print(f"{number:4d}  {what}")
-    print(f"{sum(hits.values())} kills, seed {asked.seed}: {len(faults)} faults")
-    return 1 if faults else 0
+    done = kill(asked.count, asked.seed, asked.kinds.split(","))
+    print("\n".join(["", *counts(done)]))
+    return 1 if any(one.faults for one in done) else 0
 
 
 if __name__ == "__main__":
