@@ -1,15 +1,18 @@
-"""Files that are there whole or not at all, whatever ends the program while it writes them."""
+"""Files and folders that are there whole or not at all, whatever ends the program while it writes them."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 DRAFT = ".tmp"
 """How the name of a file ends while it is being written."""
+NEW, OLD = "new", "old"
+"""What a scratch folder holds: what is being written, and what it takes the place of."""
 
 
 @contextmanager
@@ -47,13 +50,56 @@ def _locked(draft: Path) -> Iterator[None]:
     while True:
         with draft.open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(file, draft):  # not moved to its place, or removed, by whoever had it before
+            if _is_at(file.fileno(), draft):  # not moved to its place, or removed, by whoever had it before
                 yield
                 return
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
+def _is_at(descriptor: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+
+
+@contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """A hidden folder beside `path`, empty, from whose subfolders `NEW` and `OLD` things are moved to and from `path` in one
+    step; removed when the block ends, however it does.
+
+    One that a killed process left is taken over; two processes with the same `path` take turns. Raises `FileExistsError` where
+    something else has its name.
+    """
+    folder = path.with_name(f".{path.name}{DRAFT}")
+    with _locked_folder(folder):
+        if folder.is_symlink() or not set(os.listdir(folder)) <= {NEW, OLD}:
+            raise FileExistsError(errno.EEXIST, f"{folder.name} beside it holds something else: move that away", str(path))
+        try:
+            for left in folder.iterdir():
+                shutil.rmtree(left)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    try:
+        import fcntl
+    except ImportError:  # Windows, where a folder cannot be opened
+        folder.mkdir(exist_ok=True)
+        yield
+        return
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # removed by whoever had it before
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(descriptor, folder):
+                yield
+                return
+        finally:
+            os.close(descriptor)

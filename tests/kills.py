@@ -10,6 +10,9 @@ one after its first file is there, since half of a short command is imports), an
   time to remove: then the same command, given again, must take the place of it;
 - training goes on with --resume to the bytes of the undisturbed run.
 
+Every fourth round of kills is of new interpreters, and may hit their imports. The others are of forks of this process, which
+has imported everything already: they take a third of the time, and are hit while they work. Ranks are always new interpreters.
+
 Prints a line for each kill and the counts at the end; exit code 1 if there is a fault. A command that had ended by itself is
 run again: it counts as no kill.
 """
@@ -28,14 +31,19 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--task=control", "--steps=8", "--rollout-batch-size=2", "--n-samples-per-prompt=2", "--checkpoint-every=2"]
 TRAINED = ("metrics.jsonl", "layouts.jsonl")
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+IMPORTS = 2.0
+"""Seconds that a new interpreter takes for its imports, about."""
+NEW = ", new"
 ENDS_WITHIN = 60.0
 """Seconds after which a command that was told to end, with all that it had started, counts as hung."""
 HIDES = (".", ".tmp")
@@ -66,6 +74,74 @@ KINDS = {
 }  # fmt: skip
 
 
+class Fork:
+    """`aggcli` in a fork of this process, in a session of its own; what is used of `subprocess.Popen`."""
+
+    def __init__(self, folder: Path, said: Path, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
+
+        self.returncode: int | None = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of the linear algebra library
+            self.pid = os.fork()
+        if self.pid == 0:
+            self._work(folder, said, environment, arguments)
+        while self.poll() is None and os.getpgid(self.pid) != self.pid:
+            time.sleep(0.001)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float = 3600.0) -> int:
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("aggcli", timeout)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def _work(self, folder: Path, said: Path, environment: dict[str, str], arguments: tuple[str, ...]) -> NoReturn:
+        code = 130
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.chdir(folder)
+            os.environ.update(environment)
+            tempfile.tempdir = None
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            os.setsid()
+            from aggcli.cli.main import main
+
+            code = main(arguments)
+            sys.stdout.flush()
+        except KeyboardInterrupt:  # before `main` could see it
+            pass
+        finally:
+            os._exit(code)
+
+
+def import_all() -> None:
+    """What the commands import, before they are forked."""
+    sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
+    os.environ["MPLBACKEND"] = "agg"
+    import matplotlib.pyplot  # noqa: F401
+    import torch
+
+    import aggcli.analysis.study
+    import aggcli.cli.main
+    import aggcli.grid
+    import aggcli.jobs.replay
+    import aggcli.jobs.training
+    import aggcli.report.page  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
 @dataclass(frozen=True)
 class Place:
     """A folder to run in, with its own folder for temporary files."""
@@ -81,23 +157,31 @@ class Place:
     def has_begun(self) -> bool:
         return (self.folder / "new").exists() or (self.folder / "new.jsonl").exists()
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """In a process group of its own, so that Ctrl-C reaches the whole of it."""
+    @property
+    def is_written_to(self) -> bool:
+        """Whether there is more than what was prepared, if only a draft."""
+        return any(path.name not in ("tmp", "records", "example-0.pt") for path in self.folder.iterdir())
+
+    def start(self, *arguments: str, new: bool) -> subprocess.Popen[bytes] | Fork:
+        """In a process group of its own, so that Ctrl-C reaches the whole of it. `new`: a new interpreter, and not a fork."""
         (self.folder / "tmp").mkdir(exist_ok=True)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder / "tmp")}
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder / "tmp")}
+        if not new:
+            return Fork(self.folder, self.said, environment, arguments)
         with self.said.open("wb") as said:
             return subprocess.Popen(
                 [sys.executable, "-m", "aggcli", *arguments],
-                cwd=self.folder, env=environment, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True,
+                cwd=self.folder, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=said,
+                start_new_session=True,
             )  # fmt: skip
 
     def finish(self, *arguments: str) -> str | None:
         """Run to the end; what was said where it failed, or hung."""
-        process = self.start(*arguments)
+        process = self.start(*arguments, new=False)
         try:
             code = process.wait(timeout=300)
         except subprocess.TimeoutExpired:
-            self.end_all()
+            self.end_all(process.pid)
             process.wait()
             return f"hung: {self.tail()}"
         return None if code == 0 else f"exit {code}: {self.tail()}"
@@ -105,20 +189,23 @@ class Place:
     def tail(self) -> str:
         return self.said.read_text(errors="replace")[-400:]
 
-    def processes(self) -> list[int]:
-        """The processes that were started here and have not ended, by the folder for temporary files in their environment."""
-        mark = f"TMPDIR={self.folder / 'tmp'}".encode()
-        found = []
+    def processes(self, session: int | None = None) -> list[int]:
+        """The processes that were started here and have not ended: new interpreters by the folder for temporary files in their
+        environment, forks by the session of the command. Session 0 is everybody's, and never meant."""
+        assert session != 0
+        mark, found = f"TMPDIR={self.folder / 'tmp'}".encode(), []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                marked = mark in (entry / "environ").read_bytes().split(b"\0")
+                if state != "Z" and (marked or int(its_session) == session):
                     found.append(int(entry.name))
             except OSError:
                 continue
         return found
 
-    def end_all(self) -> None:
-        for process in self.processes():
+    def end_all(self, session: int | None = None) -> None:
+        for process in self.processes(session):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
@@ -185,14 +272,14 @@ def is_hidden(path: Path) -> bool:
     return any(part.startswith(HIDES[0]) or part.endswith(HIDES[1]) for part in path.parts)
 
 
-def faults_of(place: Place, kind: Kind, number: int) -> Iterator[str]:
+def faults_of(place: Place, kind: Kind, number: int, session: int) -> Iterator[str]:
     """What is wrong in a folder after a command was killed in it."""
     until = time.monotonic() + 10
-    while (left := place.processes()) and time.monotonic() < until:
+    while (left := place.processes(session)) and time.monotonic() < until:
         time.sleep(0.02)
     if left:
         yield f"processes {left} go on"
-        place.end_all()
+        place.end_all(session)
     killed = number == signal.SIGKILL
     if scratch := os.listdir(place.folder / "tmp"):
         yield f"left in the folder for temporary files: {scratch}"
@@ -243,15 +330,16 @@ class Kill:
     faults: list[str]
 
 
-def kill_one(place: Place, kind_name: str, whole: tuple[Place, float], draw: random.Random) -> Kill:
+def kill_one(place: Place, kind_name: str, whole: tuple[Place, float], draw: random.Random, *, new: bool) -> Kill:
     """Start a command, kill it and look at what is left."""
     kind, (undone, seconds), signal_name = KINDS[kind_name], whole, draw.choice([*SIGNALS])
-    moment, once_begun = draw.random() * seconds, draw.random() < 0.5
-    process, began = place.start(*kind.arguments), time.monotonic()
-    while once_begun and not place.has_begun and process.poll() is None and "--output=new" in kind.arguments:
-        time.sleep(0.005)
-    begun = time.monotonic() - began
-    time.sleep(max(moment * max(seconds - begun, 0.1) / seconds if once_begun and begun > 0.1 else moment, 0.0))
+    share, once_begun = draw.random(), draw.random() < 0.5 and any("new" in argument for argument in kind.arguments)
+    began = time.monotonic()
+    process = place.start(*kind.arguments, new=new)
+    while once_begun and not place.is_written_to and process.poll() is None:
+        time.sleep(0.002)
+    waited = time.monotonic() - began if once_begun else 0.0
+    time.sleep(share * max(seconds + (IMPORTS if new else 0.0) - waited, 0.2))
     after, late = time.monotonic() - began, process.poll() is not None
     if not late:
         os.killpg(process.pid, signal.SIGINT) if signal_name == "SIGINT" else process.send_signal(SIGNALS[signal_name])
@@ -259,15 +347,17 @@ def kill_one(place: Place, kind_name: str, whole: tuple[Place, float], draw: ran
     try:
         code = process.wait(timeout=ENDS_WITHIN)
     except subprocess.TimeoutExpired:
-        found.append(f"has not ended {ENDS_WITHIN:g} s after the signal: processes {place.processes()}: {place.tail()}")
-        place.end_all()
+        found.append(
+            f"has not ended {ENDS_WITHIN:g} s after the signal: processes {place.processes(process.pid)}: {place.tail()}"
+        )
+        place.end_all(process.pid)
         code = process.wait()
     said = place.said.read_text(errors="replace")
     if "Traceback" in said or "fault of aggcli" in said or code == 1:
         found.append(f"exit {code}: {said[-400:]}")
-    found += faults_of(place, kind, SIGNALS[signal_name])
+    found += faults_of(place, kind, SIGNALS[signal_name], process.pid)
     found += faults_afterwards(place, kind, undone)
-    return Kill(kind_name, signal_name, after, late, found)
+    return Kill(kind_name + (NEW if new else ""), signal_name, after, late, found)
 
 
 def kill(count: int, seed: int, kinds: list[str], *, say: bool = True) -> list[Kill]:
@@ -275,13 +365,14 @@ def kill(count: int, seed: int, kinds: list[str], *, say: bool = True) -> list[K
     draw, done = random.Random(seed), list[Kill]()
     with tempfile.TemporaryDirectory(prefix="aggcli-kills-") as name:
         folder = Path(name)
+        import_all()
         whole = undisturbed(folder, kinds, say)
         while (hits := sum(not one.late for one in done)) < count:
             kind_name = kinds[hits % len(kinds)]
             place = prepared(folder / f"kill-{len(done)}", whole)
             began = time.monotonic()
             try:
-                one = kill_one(place, kind_name, whole[kind_name], draw)
+                one = kill_one(place, kind_name, whole[kind_name], draw, new=hits // len(kinds) % 4 == 3)
             finally:
                 place.end_all()
             done.append(one)
@@ -298,12 +389,12 @@ def counts(done: list[Kill]) -> Iterator[str]:
     """A table of how often each kind was hit by each signal, with the faults found."""
     hit = [one for one in done if not one.late]
     number = collections.Counter((one.kind, one.signal) for one in hit)
-    yield "".join([f"{'kills':24}", *(f"{name:>9}" for name in SIGNALS), f"{'faults':>9}"])
-    for kind in dict.fromkeys(one.kind for one in done):
+    yield "".join([f"{'kills':30}", *(f"{name:>9}" for name in SIGNALS), f"{'faults':>9}"])
+    for kind in sorted({one.kind for one in done}):
         faults = sum(len(one.faults) for one in done if one.kind == kind)
-        yield "".join([f"{kind:24}", *(f"{number[kind, name]:9d}" for name in SIGNALS), f"{faults:9d}"])
+        yield "".join([f"{kind:30}", *(f"{number[kind, name]:9d}" for name in SIGNALS), f"{faults:9d}"])
     faults = sum(len(one.faults) for one in done)
-    yield "".join([f"{'all':24}", *(f"{sum(one.signal == name for one in hit):9d}" for name in SIGNALS), f"{faults:9d}"])
+    yield "".join([f"{'all':30}", *(f"{sum(one.signal == name for one in hit):9d}" for name in SIGNALS), f"{faults:9d}"])
     yield f"{len(hit)} kills ({len(done) - len(hit)} more came too late), {faults} faults"
 
 
@@ -313,6 +404,7 @@ def main() -> int:
     given.add_argument("--seed", type=int, default=0)
     given.add_argument("--kinds", default=",".join(KINDS), help="comma-separated, of " + ", ".join(KINDS))
     asked = given.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the folder is removed
     done = kill(asked.count, asked.seed, asked.kinds.split(","))
     print("\n".join(["", *counts(done)]))
     return 1 if any(one.faults for one in done) else 0

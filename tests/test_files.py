@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aggcli.files import whole_file
-from tests.cli import ROOT, completed
+from tests.cli import ROOT, aggcli, completed, refused
 
 
 def test_the_old_file_stands_until_the_new_one_is_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -129,3 +129,29 @@ def test_every_file_of_a_command_is_moved_to_its_place_but_for_logs_that_grow_by
     unmoved = {path for path in inside - logs if not any(str(path).startswith(to) for to in placed)}
     assert not unmoved
     assert not [path for path in inside if path.name.endswith(".tmp")]
+
+
+def test_the_scratch_folder_of_a_conversion_that_was_killed_is_taken_over_by_the_next_one(capsys, tmp_path: Path) -> None:
+    out, scratch = tmp_path / "out", tmp_path / ".out.tmp"
+    (scratch / "new").mkdir(parents=True)
+    (scratch / "new" / "0.jsonl").write_text('{"half')
+    (scratch / "old").mkdir()
+    assert aggcli(capsys, "convert", "example", out, "--to=jsonl").code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert sorted(path.name for path in out.iterdir()) == ["0.jsonl", "1.jsonl", "2.jsonl"]
+
+
+def test_a_folder_of_the_users_that_has_the_name_of_the_scratch_folder_is_left_alone(capsys, tmp_path: Path) -> None:
+    thesis = tmp_path / ".out.tmp" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("years")
+    line = refused(aggcli(capsys, "convert", "example", tmp_path / "out", "--to=jsonl"))
+    assert line == f"aggcli: {tmp_path / 'out'}: cannot be written (.out.tmp beside it holds something else: move that away)"
+    assert thesis.read_text() == "years"
+    thesis.unlink()
+    thesis.parent.rmdir()
+    away = tmp_path / "away"
+    (away / "new").mkdir(parents=True)
+    (tmp_path / ".out.tmp").symlink_to(away)
+    assert "holds something else" in refused(aggcli(capsys, "convert", "example", tmp_path / "out", "--to=jsonl"))
+    assert (away / "new").is_dir()

@@ -43,6 +43,15 @@ OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings as TOML and stop.")]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the training run in --output.")]
+CheckDeterminismOption = Annotated[
+    bool,
+    typer.Option(
+        "--check-determinism",
+        help="Run twice and compare the records byte for byte (exit code 1 where they differ). On one machine, with the same"
+        " versions, OMP_NUM_THREADS, --processes, --dp and --cp, nothing may differ but timings; across those, the last bits"
+        " may (README, What may differ).",
+    ),
+]
 SamplesOption = Annotated[
     bool, typer.Option("--samples/--no-samples", help="In a replay, record the weight of every training sample (Parquet).")
 ]

@@ -7,6 +7,7 @@ from typing import Any
 from aggcli.cli.console import invocation
 from aggcli.cli.jobs import print_dry_run, refuse_resume, replay_command, training_command
 from aggcli.cli.options import (
+    CheckDeterminismOption,
     ConfigOption,
     DryRunOption,
     JsonOption,
@@ -34,6 +35,7 @@ def run(
     samples: SamplesOption = True,
     dry_run: DryRunOption = False,
     resume: ResumeOption = False,
+    check_determinism: CheckDeterminismOption = False,
 ) -> int:
     """Train a small policy under one aggregation mode, or with ROLLOUTS replay recorded rollouts, and record every step under
     each layout.
@@ -41,6 +43,10 @@ def run(
     The default mode is sample_mean; the mode in force is printed and recorded. In a replay each file is one step.
     """
     given = with_paths(given, paths)
+    if check_determinism and not dry_run:
+        from aggcli.cli.determinism import run_twice
+
+        return run_twice(invocation(), output, resume, given.get("rollouts", ()))
     settings = resolve(with_recorded(given, output) if resume else given, config)
     from aggcli.jobs.replay import ReplayRequest, need_divisor
     from aggcli.jobs.training import TrainingRequest

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ import orjson
 import torch
 
 from aggcli.errors import RolloutError, some
-from aggcli.files import whole_file
+from aggcli.files import NEW, OLD, scratch_folder, whole_file
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 
 FIELD_NAMES = {
@@ -233,24 +231,13 @@ def whole_folder(path: Path, extension: str, overwrite: bool) -> Iterator[Path]:
         raise RolloutError(f"{path}: holds other files ({some(foreign)}); give a new folder")
     if there and not overwrite:
         raise RolloutError(f"{path}: holds steps already ({some(file.name for file in there)}); replace them with --overwrite")
-    with _scratch(path) as folder:
-        made = folder / "new"
+    with _writing(path), scratch_folder(path) as folder:
+        made = folder / NEW
         made.mkdir()
         yield made
         if path.is_dir():
-            os.replace(path, folder / "old")
+            os.replace(path, folder / OLD)
         os.replace(made, path)
-
-
-@contextmanager
-def _scratch(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path`, so that moving out of it is one step; removed in any case."""
-    with _writing(path):
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
