@@ -18,7 +18,7 @@ NEW, OLD = "new", "old"
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A draft beside `path`, to be written in the block; it takes the place of `path` in one step when the block ends well, and
-    is removed when it does not.
+    is removed when it does not. A link that has the draft's name is removed, and never written through.
 
     A reader sees the old file or the new one; a killed writer leaves the old one, and a draft that the next one replaces. Two
     processes that write the same file take turns: the lock of one that is killed goes with it. Raises the `OSError` of what
@@ -48,6 +48,8 @@ def _locked(draft: Path) -> Iterator[None]:
         yield
         return
     while True:
+        if draft.is_symlink():
+            draft.unlink(missing_ok=True)
         with draft.open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if _is_at(file.fileno(), draft):  # not moved to its place, or removed, by whoever had it before

@@ -11,7 +11,8 @@ one after its first file is there, since half of a short command is imports), an
 - training goes on with --resume to the bytes of the undisturbed run.
 
 Every fourth round of kills is of new interpreters, and may hit their imports. The others are of forks of this process, which
-has imported everything already: they take a third of the time, and are hit while they work. Ranks are always new interpreters.
+has imported everything already: they take a third of the time, and are hit while they work. Ranks are always new interpreters,
+and have a turn in every fourth round.
 
 Prints a line for each kill and the counts at the end; exit code 1 if there is a fault. A command that had ended by itself is
 run again: it counts as no kill.
@@ -360,19 +361,26 @@ def kill_one(place: Place, kind_name: str, whole: tuple[Place, float], draw: ran
     return Kill(kind_name + (NEW if new else ""), signal_name, after, late, found)
 
 
+def in_turn(kinds: list[str]) -> list[tuple[int, str]]:
+    """Four rounds of the kinds, each with the number of its round, 0 to 3; those with ranks, which take ten times as long, have
+    one turn in them."""
+    rounds = [(number, name) for number in range(4) for name in kinds]
+    return [(number, name) for number, name in rounds if not KINDS[name].has_ranks or number == 0]
+
+
 def kill(count: int, seed: int, kinds: list[str], *, say: bool = True) -> list[Kill]:
     """Kill commands of these kinds in turn until `count` were hit; those that had ended by themselves are in the list too."""
-    draw, done = random.Random(seed), list[Kill]()
+    draw, done, turns = random.Random(seed), list[Kill](), in_turn(kinds)
     with tempfile.TemporaryDirectory(prefix="aggcli-kills-") as name:
         folder = Path(name)
         import_all()
         whole = undisturbed(folder, kinds, say)
         while (hits := sum(not one.late for one in done)) < count:
-            kind_name = kinds[hits % len(kinds)]
+            round_number, kind_name = turns[hits % len(turns)]
             place = prepared(folder / f"kill-{len(done)}", whole)
             began = time.monotonic()
             try:
-                one = kill_one(place, kind_name, whole[kind_name], draw, new=hits // len(kinds) % 4 == 3)
+                one = kill_one(place, kind_name, whole[kind_name], draw, new=round_number == 3)
             finally:
                 place.end_all()
             done.append(one)

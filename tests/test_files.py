@@ -155,3 +155,17 @@ def test_a_folder_of_the_users_that_has_the_name_of_the_scratch_folder_is_left_a
     (tmp_path / ".out.tmp").symlink_to(away)
     assert "holds something else" in refused(aggcli(capsys, "convert", "example", tmp_path / "out", "--to=jsonl"))
     assert (away / "new").is_dir()
+
+
+def test_a_link_that_has_the_name_of_a_draft_is_not_written_through(capsys, tmp_path: Path) -> None:
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("mine")
+    assert aggcli(capsys, "run", "--rollouts=example", "--output", out).code == 0
+    (out / "figures").mkdir()
+    drawn = out / "figures" / "weight_shares.png"
+    for link in (drawn, drawn.with_name(drawn.name + ".tmp"), out / "figures" / "report.html.tmp"):
+        link.symlink_to(victim)
+    assert aggcli(capsys, "plot", out, "--html").code == 0
+    assert victim.read_text() == "mine"
+    assert not [path for path in out.rglob("*") if path.is_symlink()]
+    assert drawn.read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,7 @@
 
 What a file spells out is never refused for its size. What it only names is: a length without tokens, a list held once and
 used a million times, a range, a tensor that repeats its storage, compressed bytes. The environment variable
-`AGGCLI_READ_LIMIT` (a number, default 1) multiplies every limit.
+`AGGCLI_READ_LIMIT` (a number, default 1) multiplies every limit but the depth of nesting.
 """
 
 from __future__ import annotations
