@@ -99,11 +99,12 @@ def test_training_run_twice_is_the_same_byte_for_byte(tmp_path: Path, more: list
 def test_a_replay_run_twice_is_the_same_and_has_no_checkpoint(tmp_path: Path, more: list[str]) -> None:
     told = completed("-m", "aggcli", "run", "example", *more, "--check-determinism", cwd=tmp_path)
     assert told.returncode == 0, told.stderr
+    lines = [len(records(tmp_path / "results" / "run-twice" / name)) for name in ("metrics.jsonl", "layouts.jsonl")]
+    assert lines[0] == 3
     assert told.stderr.splitlines()[-1] == (
-        "note: run twice: metrics.jsonl (3 lines), layouts.jsonl (15 lines) are the same byte for byte;"
+        f"note: run twice: metrics.jsonl (3 lines), layouts.jsonl ({lines[1]} lines) are the same byte for byte;"
         " not compared: the manifest, timings, samples"
     )
-    assert (tmp_path / "results" / "run-twice" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow
@@ -114,7 +115,7 @@ def test_a_reducer_that_is_another_in_every_process_ends_in_one_line_and_exit_co
         "    return lambda x: x.sum() * (1 + os.getpid())\n"
     )
     told = completed(
-        *("-m", "aggcli", "run", "example", "--custom-pg-loss-reducer-function-path=other.reducer", "--check-determinism"),
+        *("-m", "aggcli", "run", "example", "--custom-pg-loss-reducer-function-path=other:reducer", "--check-determinism"),
         *("--output", tmp_path / "run"),
         cwd=tmp_path, env=environment(PYTHONPATH=f"{environment()['PYTHONPATH']}{os.pathsep}{tmp_path}"),
     )  # fmt: skip
@@ -167,11 +168,11 @@ def _apart(first: Path, second: Path) -> tuple[float, float]:
 
 
 BOUNDS = {
-    "threads": {"float64": (0.0, 0.0), "float32": (0.0, 0.0)},
-    "processes": {"float64": (1e-14, 1e-14), "float32": (1e-5, 1e-5)},
-    "ranks": {"float64": (1e-11, 1e-11), "float32": (1e-3, 1e-3)},
+    "threads": {"float64": 0.0, "float32": 0.0},
+    "processes": {"float64": 1e-14, "float32": 1e-5},
+    "ranks": {"float64": 1e-12, "float32": 1e-4},
 }
-"""What the README says: of metrics, of parameters."""
+"""What the README says, of metrics and of parameters."""
 
 
 @pytest.mark.slow
@@ -191,7 +192,5 @@ def test_threads_processes_and_ranks_change_no_more_than_the_readme_says(tmp_pat
         "processes": _apart(first, trained("processes", 1, "--processes=2")),
         "ranks": _apart(first, trained("ranks", 1, "--dp=2")),
     }
-    print(dtype, found)
     for what, (metrics, parameters) in found.items():
-        assert metrics <= BOUNDS[what][dtype][0], (what, metrics)
-        assert parameters <= BOUNDS[what][dtype][1], (what, parameters)
+        assert max(metrics, parameters) <= BOUNDS[what][dtype], (what, metrics, parameters)

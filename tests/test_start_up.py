@@ -1,0 +1,63 @@
+"""What a command imports before it works: help and completion nothing heavy, and what reads records never torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli import completed, environment, results_of
+
+HEAVY = ("torch", "pandas", "matplotlib", "scipy", "pyarrow", "numpy", "rich", "jinja2")
+"""Not pydantic: typer itself imports it for the options of a command, where it is installed."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return results_of("compare", "--rollouts=example", "--output", tmp_path_factory.mktemp("results") / "compare")
+
+
+def _imported(*arguments: object, **variables: str) -> set[str]:
+    """The packages that `aggcli` with these arguments has imported at its end."""
+    program = (
+        "import sys; from aggcli.cli.main import main; code = main(sys.argv[1:])\n"
+        "print('IMPORTED', *{name.partition('.')[0] for name in sys.modules}); sys.exit(code)"
+    )
+    told = completed("-c", program, *arguments, env=environment(**variables))
+    assert told.returncode == 0, told.stderr
+    return set(told.stdout.rpartition("IMPORTED")[2].split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("--help",), ("compare", "--help"), ("run", "--help")], ids=" ".join)
+def test_help_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    found = _imported(*arguments)
+    assert "typer" in found
+    assert not found & set(HEAVY)
+
+
+@pytest.mark.slow
+def test_completion_imports_nothing_heavy() -> None:
+    told = completed(
+        *("-X", "importtime", "-m", "aggcli"),
+        env=environment(_AGGCLI_COMPLETE="complete_bash", COMP_WORDS="aggcli comp", COMP_CWORD="1"),
+    )
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in told.stderr.splitlines()}
+    assert "typer" in imported, told.stderr[-300:]
+    assert not imported & set(HEAVY)
+
+
+@pytest.mark.slow
+def test_figures_and_comparisons_of_results_that_are_there_never_import_torch(results: Path, tmp_path: Path) -> None:
+    for arguments in (
+        ("plot", results, "--html", "--output", tmp_path / "figures"),
+        ("compare", results),
+        ("compare", results, "--format=json"),
+        ("runs", "show", results),
+    ):
+        found = _imported(*arguments)
+        assert "aggcli" in found
+        assert "torch" not in found, arguments
+    assert "torch" in _imported("compare", "--rollouts=example", "--output", tmp_path / "again")
+    assert "torch" in sys.modules, "this process has it, so the others would have had it too"
