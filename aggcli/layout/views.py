@@ -6,7 +6,7 @@ its partition, in the order of its other per-sample lists; nothing local is ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from aggcli.layout.context_parallel import owner_of_tokens
 from aggcli.layout.schedule import Schedule
 from aggcli.rollouts.batch import RolloutBatch, ragged_positions
+
+TOKENS_OF_PIECE = 2**18
+"""Response tokens measured at a time: some hundred bytes each are in memory for as long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,42 +91,101 @@ def cut(
     `tokens`, `weights`: the flat [T] arrays to hand out, by name. Idle ranks get empty views. `only`: the view of this rank
     alone.
     """
-    owner_T = torch.from_numpy(owner_of_tokens(step.total_length_S.numpy(), step.response_length_S.numpy(), cp))
-    truncated_S = step.truncated_S
-    mask_sum_S, share_S = step.mask_sum_S(), rollout_share(step.rollout_S)
-    views = []
+    whole = _Whole(step, tokens, weights)
+    return [
+        view
+        for held in _held(schedule)
+        if only is None or only // cp == held.dp_rank
+        for view in whole.views(held, cp, range(cp) if only is None else (only % cp,))
+    ]
+
+
+def cut_in_pieces(
+    step: RolloutBatch,
+    schedule: Schedule,
+    cp: int,
+    *,
+    tokens: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    tokens_of_piece: int = TOKENS_OF_PIECE,
+) -> Iterator[Iterator[list[LocalView]]]:
+    """What `cut` gives, without a second copy of the step: data-parallel rank by rank, some samples at a time.
+
+    Each rank's pieces hold consecutive samples of its partition, of about `tokens_of_piece` response tokens together, and are
+    made when they are asked for; a piece is one view for each context-parallel rank. An idle rank has one piece, empty.
+    """
+    whole = _Whole(step, tokens, weights)
+    for held in _held(schedule):
+        ends_S = step.response_length_S[held.sample_S].cumsum(0)
+        piece_S = (ends_S - 1).clamp(min=0) // tokens_of_piece
+        sizes = torch.unique_consecutive(piece_S, return_counts=True)[1].tolist() or [0]
+        yield (whole.views(piece, cp, range(cp)) for piece in held.split(sizes))
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """The samples of a data-parallel rank, or some of them, as `LocalView` names them."""
+
+    dp_rank: int
+    sample_S: Tensor
+    order_S: Tensor
+    micro_batch_S: Tensor
+    num_micro_batches: int
+
+    def split(self, sizes: Sequence[int]) -> Iterator[_Held]:
+        """So many samples at a time, in the order of the partition; the tokens of each piece are in that order too."""
+        for sample_S, micro_batch_S in zip(self.sample_S.split(sizes), self.micro_batch_S.split(sizes), strict=True):
+            yield _Held(self.dp_rank, sample_S, torch.arange(sample_S.numel()), micro_batch_S, self.num_micro_batches)
+
+
+def _held(schedule: Schedule) -> Iterator[_Held]:
     for dp_rank, (partition, micro_batches) in enumerate(zip(schedule.partitions, schedule.micro_batches, strict=True)):
-        if only is not None and only // cp != dp_rank:
-            continue
-        held_S = torch.tensor(partition, dtype=torch.int64)
         order_S = torch.tensor([at for micro_batch in micro_batches for at in micro_batch], dtype=torch.int64)
-        position_T = ragged_positions(step.response_length_S, held_S[order_S])
-        sample_T = torch.repeat_interleave(torch.arange(order_S.numel()), step.response_length_S[held_S[order_S]])
-        for cp_rank in range(cp) if only is None else (only % cp,):
-            mine_T = owner_T[position_T] == cp_rank
+        held_S = torch.tensor(partition, dtype=torch.int64)
+        yield _Held(dp_rank, held_S, order_S, _micro_batch_of(order_S, micro_batches), len(micro_batches))
+
+
+class _Whole:
+    """The step that views are cut from."""
+
+    def __init__(self, step: RolloutBatch, tokens: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        self.step, self.tokens, self.weights = step, tokens, weights
+        self.truncated_S = step.truncated_S
+        self.mask_sum_S, self.share_S = step.mask_sum_S(), rollout_share(step.rollout_S)
+
+    def views(self, held: _Held, cp: int, cp_ranks: Sequence[int]) -> list[LocalView]:
+        step, held_S = self.step, held.sample_S
+        in_order_S = held_S[held.order_S]
+        position_T = ragged_positions(step.response_length_S, in_order_S)
+        total_S, length_S = step.total_length_S[in_order_S], step.response_length_S[in_order_S]
+        owner_T = torch.from_numpy(owner_of_tokens(total_S.numpy(), length_S.numpy(), cp))
+        sample_T = torch.repeat_interleave(torch.arange(in_order_S.numel()), length_S)
+        views = []
+        for cp_rank in cp_ranks:
+            mine_T = owner_T == cp_rank
             at_T = position_T[mine_T]
             views.append(
                 LocalView(
-                    dp_rank=dp_rank,
+                    dp_rank=held.dp_rank,
                     cp_rank=cp_rank,
                     sample_S=held_S,
                     local_raw_reward_S=None if step.reward_S is None else step.reward_S[held_S],
-                    truncated_S=None if truncated_S is None else truncated_S[held_S],
+                    truncated_S=None if self.truncated_S is None else self.truncated_S[held_S],
                     response_length_S=step.response_length_S[held_S],
                     total_length_S=step.total_length_S[held_S],
-                    mask_sum_S=mask_sum_S[held_S],
-                    rollout_share_S=share_S[held_S],
-                    tokens={name: value_T[at_T] for name, value_T in tokens.items()},
-                    weights={rule: weight_T[at_T] for rule, weight_T in weights.items()},
-                    order_S=order_S,
-                    token_count_S=torch.bincount(sample_T[mine_T], minlength=order_S.numel()),
+                    mask_sum_S=self.mask_sum_S[held_S],
+                    rollout_share_S=self.share_S[held_S],
+                    tokens={name: value_T[at_T] for name, value_T in self.tokens.items()},
+                    weights={rule: weight_T[at_T] for rule, weight_T in self.weights.items()},
+                    order_S=held.order_S,
+                    token_count_S=torch.bincount(sample_T[mine_T], minlength=in_order_S.numel()),
                     step_position_T=at_T,
-                    micro_batch_S=_micro_batch_of(order_S, micro_batches),
-                    num_micro_batches=len(micro_batches),
+                    micro_batch_S=held.micro_batch_S,
+                    num_micro_batches=held.num_micro_batches,
                     counts_samples=cp_rank == 0,
                 )
             )
-    return views
+        return views
 
 
 def _micro_batch_of(order_S: Tensor, micro_batches: Sequence[Sequence[int]]) -> Tensor:

@@ -15,7 +15,7 @@ from aggcli.measurement.words import plural
 from aggcli.objective.step import step_inputs, with_advantages
 from aggcli.objective.weights import need_groups
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, group_of_rollout, is_first
-from aggcli.rules import DEFAULT, MODES
+from aggcli.rules import MODES
 
 
 def reward_scale(batch: RolloutBatch, threshold: float) -> list[str]:
@@ -45,7 +45,7 @@ def inventory(batch: RolloutBatch, objective: ObjectiveConfig, correct_threshold
     """Counts, lengths, rewards, streams and layout of a batch; `computable` and `skipped` say what follows from them."""
     advantages_T, origin = with_advantages(batch, objective)
     batch = dataclasses.replace(batch, advantages_T=advantages_T)
-    missing = skipped(step_inputs(batch, objective, (DEFAULT,), torch.float64))
+    missing = skipped(step_inputs(batch, objective, (), torch.float64))
     facts = {
         "source": batch.name,
         **_counts(batch),

@@ -1,7 +1,7 @@
 """What one rank computes from its local view: partial sums and maxima, nothing divided.
 
 Every sum is first a column over samples: what any rank that holds the sample adds. A rank adds up its own samples, micro-batch
-by micro-batch; the in-process evaluation of a layout adds up the samples of each of its ranks (`per_cell`).
+by micro-batch.
 """
 
 from __future__ import annotations
@@ -74,37 +74,54 @@ class Contributions:
 
 def measure(view: LocalView, config: MeasureConfig) -> Partials:
     """Everything a rank contributes to a step's numbers, from its own tokens and samples alone."""
-    found = contributions(view, config)
-    micro_batches = per_cell(found, view.micro_batch_S, view.num_micro_batches, config)
-    (total,) = per_cell(found, torch.zeros_like(view.micro_batch_S), 1, config)
-    sums = {key: math.fsum(part.sums[key] for part in micro_batches) for key in total.sums}
-    sums[("micro_batches",)] = float(view.counts_samples * view.num_micro_batches)
-    lengths = total.correct_lengths if view.counts_samples or total.correct_lengths is None else []
-    return Partials(sums, total.sizes, total.maxima, lengths)
+    own = Adding(config)
+    own.add(view)
+    return own.added()
 
 
-def per_cell(found: Contributions, cell_S: Tensor, cells: int, config: MeasureConfig) -> list[Partials]:
-    """Add up the columns of the samples in each cell (a rank of a layout, a micro-batch), cells 0 to `cells` - 1."""
-    columns_KS = torch.stack([*found.sums.values(), *found.sizes.values()])
-    added_KC = torch.zeros(len(columns_KS), cells, dtype=torch.float64, device=cell_S.device).index_add_(1, cell_S, columns_KS)
-    lowest_C = torch.full((cells,), float("-inf"), dtype=torch.float64, device=cell_S.device)
-    maxima = [lowest_C.scatter_reduce(0, cell_S, column_S, "amax").tolist() for column_S in found.maxima.values()]
-    rows, split = added_KC.T.tolist(), len(found.sums)
-    return [
-        Partials(
-            dict(zip(found.sums, rows[cell][:split], strict=True)),
-            dict(zip(found.sizes, rows[cell][split:], strict=True)),
-            {key: column[cell] for key, column in zip(found.maxima, maxima, strict=True)},
-            _correct_lengths(found, cell_S == cell) if config.log_correct_samples else None,
-        )
-        for cell in range(cells)
-    ]
+class Adding:
+    """Adds up what the samples of one rank contribute, piece after piece in the order of its partition: in each micro-batch
+    by itself, and the micro-batches at the end. The pieces do not show in the result, which is `measure`'s of the whole view.
+    """
+
+    def __init__(self, config: MeasureConfig) -> None:
+        self.config = config
+        self._sums: dict[Key, Tensor] = {}
+        self._sizes: dict[Key, Tensor] = {}
+        self._maxima: dict[Key, Tensor] = {}
+        self._correct_lengths: list[int] | None = None
+        self._micro_batches = 0
+
+    def add(self, view: LocalView) -> None:
+        """Take in the next piece; the first of an idle rank is empty, and there must be one."""
+        found, cells = contributions(view, self.config), view.num_micro_batches
+        whole_S = torch.zeros_like(view.micro_batch_S)
+        for key, column_S in found.sums.items():
+            _zeros(self._sums, key, cells, column_S).index_add_(0, view.micro_batch_S, column_S)
+        for key, column_S in found.sizes.items():
+            _zeros(self._sizes, key, 1, column_S).index_add_(0, whole_S, column_S)
+        for key, column_S in found.maxima.items():
+            most = column_S.max() if column_S.numel() else column_S.new_tensor(float("-inf"))
+            self._maxima[key] = torch.maximum(self._maxima.get(key, most), most)
+        self._micro_batches = view.counts_samples * cells
+        if self.config.log_correct_samples and found.correct_S is not None:
+            own_S = found.response_length_S[found.correct_S]
+            self._correct_lengths = [*(self._correct_lengths or []), *(own_S.tolist() if view.counts_samples else [])]
+
+    def added(self) -> Partials:
+        """The rank's contribution."""
+        sums = {key: math.fsum(sum_M.tolist()) for key, sum_M in self._sums.items()}
+        sums[("micro_batches",)] = float(self._micro_batches)
+        sizes = {key: float(size) for key, size in self._sizes.items()}
+        maxima = {key: float(most) for key, most in self._maxima.items()}
+        return Partials(sums, sizes, maxima, None if self._correct_lengths is None else sorted(self._correct_lengths))
 
 
-def _correct_lengths(found: Contributions, chosen_S: Tensor) -> list[int] | None:
-    if found.correct_S is None:
-        return None
-    return sorted(found.response_length_S[found.correct_S & chosen_S].tolist())
+def _zeros(sums: dict[Key, Tensor], key: Key, cells: int, like_S: Tensor) -> Tensor:
+    """The sums of a key, float64 [cells]; zeros where it is new."""
+    if key not in sums:
+        sums[key] = torch.zeros(cells, dtype=torch.float64, device=like_S.device)
+    return sums[key]
 
 
 def contributions(view: LocalView, config: MeasureConfig) -> Contributions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,11 +11,11 @@ import torch
 from aggcli.config import ObjectiveConfig, RunConfig
 from aggcli.errors import RolloutError, some
 from aggcli.layout.schedule import Layout, Schedule
-from aggcli.layout.views import LocalView, cut
+from aggcli.layout.views import LocalView, cut, cut_in_pieces
 from aggcli.measurement.catalogue import checked
 from aggcli.measurement.comparison import ROUNDING, LayoutComparison, compare_layouts, moved
 from aggcli.measurement.influence import influence
-from aggcli.measurement.local import HELD, MeasureConfig, Partials, marks, measure
+from aggcli.measurement.local import HELD, Adding, MeasureConfig, Partials, marks
 from aggcli.measurement.notes import notes_on_step, skipped
 from aggcli.measurement.ranks import Measured
 from aggcli.measurement.reduce import combine, gradient_comparison, overflowed, rank_values, reduced_values, sizes
@@ -118,13 +118,13 @@ def _layout_reports(
     reports: list[LayoutReport] = []
     totals: list[Partials] = []
     for at, (layout, schedule) in enumerate(layouts):
-        weights = in_layout(inputs, schedule).weights
-        views = cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=weights)
+        placed = in_layout(inputs, schedule)
         measured: list[tuple[str, list[Partials], Partials]] = []
         if at == 0 and processes is not None:
-            measured.append(("processes", *(processes(views) if callable(processes) else processes)))
+            measured.append(("processes", *_of_processes(processes, placed, layout, schedule)))
         if not measured or is_checked:
-            parts = [measure(view, measuring) for view in views]
+            pieces = cut_in_pieces(placed.step, schedule, layout.cp, tokens=placed.tokens, weights=placed.weights)
+            parts = [part for of_rank in pieces for part in _measured(of_rank, layout.cp, measuring)]
             measured.append((TWIN if measured else "in-process", parts, combine(parts)))
         for how, of_ranks, total in measured:
             reports.append(_layout_report(layout, how, schedule, of_ranks, total, inputs, shared))
@@ -146,6 +146,22 @@ def _overflows(inputs: StepInputs, total: Partials, measuring: MeasureConfig) ->
             )
         reasons[name] = f"{what} at {where}"
     return reasons
+
+
+def _of_processes(processes: Processes, inputs: StepInputs, layout: Layout, schedule: Schedule) -> Measured:
+    """What the real ranks measure of the layout in force, whose weights the inputs have."""
+    if not callable(processes):
+        return processes
+    return processes(cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=inputs.weights))
+
+
+def _measured(pieces: Iterable[Sequence[LocalView]], cp: int, measuring: MeasureConfig) -> list[Partials]:
+    """What each context-parallel rank of a data-parallel rank contributes, from its pieces one after the other."""
+    ranks = [Adding(measuring) for _ in range(cp)]
+    for piece in pieces:
+        for rank, view in zip(ranks, piece, strict=True):
+            rank.add(view)
+    return [rank.added() for rank in ranks]
 
 
 def _what_rules_do(inputs: StepInputs, total: Partials, measuring: MeasureConfig) -> dict[str, Values]:

@@ -217,11 +217,12 @@ def _check_ratio(step: RolloutBatch, tokens: dict[str, Tensor], objective: Objec
         if "advantages" not in tokens or objective.eps_clip_c is not None:
             return
         needed_T &= tokens["advantages"] < 0
-    log_ratio_T = torch.where(needed_T, tokens["log_probs"] - tokens["old_log_probs"], 0.0)
     most = math.log(torch.finfo(dtype).max) / 2
-    for token in (log_ratio_T > most).nonzero().flatten().tolist()[:1]:
+    too_large_T = (tokens["log_probs"] - tokens["old_log_probs"] > most).logical_and_(needed_T)
+    for token in too_large_T.nonzero().flatten().tolist()[:1]:
         raise RolloutError(
-            f"{step.token_name(token)}: log_probs - old_log_probs is {float(log_ratio_T[token]):g} nats, whose ratio"
+            f"{step.token_name(token)}: log_probs - old_log_probs is"
+            f" {float(tokens['log_probs'][token] - tokens['old_log_probs'][token]):g} nats, whose ratio"
             f" overflows {str(dtype).removeprefix('torch.')}; mask the token out or check both log-probabilities"
         )
 

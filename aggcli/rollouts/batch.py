@@ -149,7 +149,12 @@ class RolloutBatch:
         return counted_S.diff(prepend=counted_S.new_zeros(1))
 
     def select(self, positions: Tensor, name: str | None = None) -> RolloutBatch:
-        """The samples at `positions` (int64, any order), with their tokens; rollout and group ids stay as they are."""
+        """The samples at `positions` (int64, any order), with their tokens; rollout and group ids stay as they are.
+
+        All samples in their order share this batch's memory.
+        """
+        if torch.equal(positions, torch.arange(self.num_samples, device=positions.device)):
+            return self.derived(recorded=None, name=name or self.name)
         at_T = ragged_positions(self.response_length_S, positions)
         chosen: dict[str, object] = {field: value[at_T] for field, value in self.token_fields.items()}
         if self.reward_S is not None:
