@@ -46,12 +46,14 @@ def test_inspect_breaks_no_word_at_80_columns(capsys, tmp_path: Path) -> None:
     assert streams.split() == ["streams", *["rollout_log_probs"] * 3]
 
 
-def test_inspect_shows_fewer_steps_where_their_names_are_long_and_says_how_many(capsys, tmp_path: Path) -> None:
-    files = [write_jsonl(tmp_path / f"completions_0000{step}.jsonl", samples("rw")) for step in range(3)]
+def test_inspect_shows_steps_with_long_names_below_the_others_and_says_how_many_are_shown(capsys, tmp_path: Path) -> None:
+    files = [write_jsonl(tmp_path / f"completions_0000{step}.jsonl", samples("rw")) for step in range(5)]
     lines = inspected(capsys, files)
-    (names,) = ([word for word in line.split() if word.startswith("(")] for line in lines if "(completions" in line)
-    assert names == ["(completions_00000.jsonl)", "(completions_00001.jsonl)"]
-    assert "2 of 3 steps shown; --json shows all" in map(str.strip, lines)
+    names = [[word for word in line.split() if word.startswith("(")] for line in lines if "(completions" in line]
+    assert names == [[f"(completions_0000{at}.jsonl)" for at in of] for of in ((0, 1), (2, 3))]
+    streams = [line.split() for line in lines if line.startswith(" streams")]
+    assert streams == [["streams", "rollout_log_probs", "rollout_log_probs"]] * 2
+    assert "4 of 5 steps shown; --json shows all" in map(str.strip, lines)
 
 
 def test_inspect_folds_a_name_that_is_longer_than_a_line_and_loses_none_of_it(capsys, tmp_path: Path) -> None:

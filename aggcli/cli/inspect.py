@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Annotated, Any
 
 import typer
@@ -48,13 +47,14 @@ def _facts(batch: Any, settings: RunConfig, groups: bool) -> dict[str, Any]:
 
 
 def _print(name: str, kind: str, steps: list[dict[str, Any]]) -> None:
+    from aggcli.report.folding import folded
     from aggcli.report.inventory_tables import group_table, inventory_table, unit_of
 
     console = out()
     unit = unit_of(steps)
     counted = "" if unit == "tokens" else f", lengths in {unit}, not tokens"
     console.print(f"{printable(name)}: format {kind}, {plural(len(steps), 'step')}{counted}")
-    console.print(inventory_table(steps, console.width))
+    console.print(inventory_table(steps))
     for step in steps:
         if step.get("prompt_groups"):
             console.print(printable(f"prompt groups of {step['source']}"))
@@ -67,7 +67,5 @@ def _print(name: str, kind: str, steps: list[dict[str, Any]]) -> None:
                 found.setdefault(item, []).append(at)
         for item, at in found.items():
             where = "" if len(at) == len(steps) else f" ({len(at)} of {len(steps)} steps)"
-            text = textwrap.fill(
-                printable(item + where), console.width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
-            )
+            text = folded(printable(item + where), console.width, "  ", "      ")
             console.print(text, soft_wrap=True)

@@ -40,6 +40,6 @@ def print_comparison(found: ComparisonResult, format: str) -> None:
         print(f"{verdicts.verdict_comments(verdict)}\n{tables.latex_table(rows, precision, found.caption_for(format))}")
     else:
         for part in found.tables():
-            out().print(part, width=tables.WIDTH, soft_wrap=isinstance(part, str))
+            out().print(part)
     for note in notes:
         say(note)

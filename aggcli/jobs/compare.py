@@ -115,12 +115,13 @@ class ComparisonResult:
         """What the terminal shows: the verdict, and the table of the outcomes."""
         from aggcli.report import comparison_tables as tables
         from aggcli.report import verdict_formats as verdicts
+        from aggcli.report.folding import Folding
 
-        verdict = verdicts.verdict_text(self.study.verdict, tables.WIDTH)
+        verdict = Folding(lambda width: verdicts.verdict_text(self.study.verdict, width))
         precision, below = self.options.precision, self.caption
-        if self.study.recorded and tables.fit_side_by_side(self.rows, precision):
+        if self.study.recorded:
             return [verdict, "", tables.side_by_side(self.rows, precision, below)]
-        return [verdict, "", tables.text_table(self.rows, precision, below)]
+        return [verdict, "", Folding(lambda width: tables.text_table(self.rows, precision, below, width))]
 
     def _repr_html_(self) -> str:
         from aggcli.report.notebook import as_html

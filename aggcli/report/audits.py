@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
+
+from aggcli.report.blocks import BlockTable
 
 Step = Mapping[str, Any]
 
@@ -44,11 +45,12 @@ def _headline(head: Mapping[str, Any], steps: Sequence[Step]) -> str:
 
 
 def _table(steps: Sequence[Step], rules: Sequence[str], head: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(Text("rule"), overflow="fold")
-    for name in ("step loss", "eff. lr", "cosine", "change"):
-        table.add_column(Text(name), justify="right", overflow="fold")
-    table.add_column(Text("verdict"), overflow="fold")
+    numbers = ("step loss", "eff. lr", "cosine", "change")
+    caption = (
+        f"eff. lr: norm of the gradient over {head['baseline']}'s, and cosine: with it, under the reference layout; change: the"
+        " largest change of a token's weight, relative to it, under any other that the rule was evaluated under"
+    )
+    table = BlockTable(["rule", *numbers, "verdict"], numbers, padding=(0, 1, 0, 0), caption=caption, fold_names=True)
     for rule in rules:
         found = _of(steps, rule)
         table.add_row(
@@ -57,11 +59,6 @@ def _table(steps: Sequence[Step], rules: Sequence[str], head: Mapping[str, Any])
             _change(found),
             _verdict(found),
         )
-    table.caption = (
-        f"eff. lr: norm of the gradient over {head['baseline']}'s, and cosine: with it, under the reference layout; change: the"
-        " largest change of a token's weight, relative to it, under any other that the rule was evaluated under"
-    )
-    table.caption_justify = "left"
     return table
 
 

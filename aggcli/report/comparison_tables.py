@@ -1,61 +1,51 @@
-"""The table of compared results, for the terminal (80 columns), Markdown, LaTeX, CSV and JSON."""
+"""The table of compared results, for the terminal, Markdown, LaTeX, CSV and JSON."""
 
 from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from aggcli.analysis.statistics import RESAMPLES
 from aggcli.measurement.words import listed, plural
+from aggcli.report.blocks import BlockTable
 from aggcli.report.comparison_rows import Row, number
 from aggcli.report.escapes import in_csv, in_latex, in_markdown, visible
+from aggcli.report.folding import WIDTH, folded
 
-WIDTH = 80
 ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
 
 
 # -- formats --------------------------------------------------------------------------------------------------------
 
 
-def text_table(rows: Sequence[Row], precision: int, below: str) -> Text:
-    """For the terminal: a block an outcome, a line a mode, and under it the paired difference with what speaks for it."""
+def text_table(rows: Sequence[Row], precision: int, below: str, width: int = WIDTH) -> Text:
+    """For the terminal, in lines of `width` characters: a block an outcome, a line a mode, and under it the paired difference
+    with what speaks for it.
+    """
     lines: list[tuple[str, str]] = []
     for own in by_outcome(rows).values():
         together = len({row.where for row in own}) == 1
-        lines += [("", ""), *((line, "bold") for line in _folded(_headline(own[0], own[0].where if together else ""), WIDTH))]
-        lines += [(line, "") for row in own for line in _cells(row, own, precision, "" if together else row.where)]
-    lines += [("", ""), *((line, "") for line in _folded(below, WIDTH))]
+        lines += [("", ""), *((line, "bold") for line in _folded(_headline(own[0], own[0].where if together else ""), width))]
+        lines += [(line, "") for row in own for line in _cells(row, own, precision, "" if together else row.where, width)]
+    lines += [("", ""), *((line, "") for line in _folded(below, width))]
     text = Text()
     for line, style in lines[1:]:
         text.append(line.rstrip() + "\n", style=style)
     return text
 
 
-def fit_side_by_side(rows: Sequence[Row], precision: int) -> bool:
-    """Whether `side_by_side` has room for every mode and number unbroken, and for a third of a line of the outcomes' heads."""
-    own = {row.mode: 0 for row in rows}
-    for row in rows:
-        own[row.mode] = max(own[row.mode], len(row.mode), *map(len, _stacked(row, precision).splitlines()))
-    return WIDTH // 3 + sum(width + 3 for width in own.values()) <= WIDTH
-
-
 def side_by_side(rows: Sequence[Row], precision: int, below: str) -> Table:
     """For the terminal: outcomes down, modes across, for rows without pairs; the intervals of several seeds under the means."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), caption=Text(below), caption_justify="left")
     modes = list(dict.fromkeys(row.mode for row in rows))
     wheres = dict.fromkeys(row.where for row in rows)
-    table.add_column(Text("; ".join(wheres)), overflow="fold")
-    for mode in modes:
-        table.add_column(Text(mode), justify="right", overflow="fold")
+    table = BlockTable(["; ".join(wheres), *modes], numbers=modes, caption=below)
     for own in by_outcome(rows).values():
         of_mode = {row.mode: row for row in own}
         table.add_row(Text(own[0].head), *(_stacked(of_mode.get(mode), precision) for mode in modes))
@@ -223,7 +213,7 @@ def _stacked(row: Row | None, precision: int) -> str:
     return f"{number(row.mean, precision)}\n{bounds}" if bounds else number(row.mean, precision)
 
 
-def _cells(row: Row, rows: Sequence[Row], precision: int, where: str) -> list[str]:
+def _cells(row: Row, rows: Sequence[Row], precision: int, where: str, width: int) -> list[str]:
     """The mode's line, `where` it is taken, and the pair's under it; too long a label or number gets a line of its own."""
     label, middle, rest = f"  {row.mode}", row.interquartile_mean, [f"n = {row.n}"]
     if middle is not None:
@@ -231,15 +221,15 @@ def _cells(row: Row, rows: Sequence[Row], precision: int, where: str) -> list[st
     if row.difference is None and row.p is not None:
         rest.append(_evidence(row))
     same = "" if row.n == 1 else row.no_interval  # n = 1 is said beside it
-    lines = _line(label, number(row.mean, precision), _bounds(row.low, row.high, precision) or same, [*rest, where])
+    lines = _line(label, number(row.mean, precision), _bounds(row.low, row.high, precision) or same, [*rest, where], width)
     if row.no_difference:
-        lines += _folded(f"    {row.no_difference}", WIDTH)
+        lines += _folded(f"    {row.no_difference}", width)
     if row.difference is not None:
         bounds = _difference_bounds(row, precision)
-        lines += _line(f"    minus {row.baseline}", _signed(row.difference, precision), bounds, [_evidence(row)])
+        lines += _line(f"    minus {row.baseline}", _signed(row.difference, precision), bounds, [_evidence(row)], width)
         if _has_own_means(row, rows, precision):
             over = [row.compared_where, plural(row.pairs or 0, "seed") if row.pairs != row.n else ""]
-            lines += _folded(f"{_UNDER}{', '.join(filter(None, [_own_means(row, precision), *over]))}", WIDTH)
+            lines += _folded(f"{_UNDER}{', '.join(filter(None, [_own_means(row, precision), *over]))}", width)
     return lines
 
 
@@ -249,21 +239,21 @@ _UNDER = " " * 24
 """Where a line that explains the numbers above it begins."""
 
 
-def _line(label: str, mean: str, bounds: str, rest: Sequence[str]) -> list[str]:
+def _line(label: str, mean: str, bounds: str, rest: Sequence[str], width: int) -> list[str]:
     """The numbers in their columns, beside the label or below one that is too long; what has no room goes to lines below."""
-    lines = [] if len(label) <= _LABEL and len(label) + len(mean) < _LABEL + 9 else _folded(label, WIDTH)
+    lines = [] if len(label) <= _LABEL and len(label) + len(mean) < _LABEL + 9 else _folded(label, width)
     now = f"{'' if lines else label:<{_LABEL}}{mean:>9}"
-    if len(now) + 2 + len(bounds) > WIDTH:
+    if len(now) + 2 + len(bounds) > width:
         lines, now = [*lines, now], f"{_UNDER}{bounds}  "
     else:
         now += f"  {bounds:<20}  "
     for at, part in enumerate(filter(None, rest)):
         comma = ", " if at else ""
-        if len(now + comma + part) <= WIDTH:
+        if len(now + comma + part) <= width:
             now += comma + part
         else:
             lines, now = [*lines, (now + comma).rstrip()], _UNDER + part
-    return [*lines, *(_folded(now, WIDTH) if len(now) > WIDTH else [now])]
+    return [part for line in [*lines, now] for part in (_folded(line, width) if len(line.rstrip()) > width else [line])]
 
 
 def _evidence(row: Row) -> str:
@@ -280,7 +270,7 @@ def _headline(row: Row, where: str) -> str:
 
 def _folded(text: str, width: int) -> list[str]:
     indent = " " * (len(text) - len(text.lstrip()))
-    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return folded(text, width, "", indent).splitlines() or [""]
 
 
 def _bounds(low: float | None, high: float | None, precision: int, *, signed: bool = False) -> str:

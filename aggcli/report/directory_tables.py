@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +15,7 @@ from aggcli.analysis.directories import Results
 from aggcli.analysis.units import in_length_unit
 from aggcli.measurement.catalogue import METRICS, describe
 from aggcli.measurement.words import in_bytes, plural
+from aggcli.report.blocks import BlockTable
 
 MOST_MODES = 4
 """Modes of a results directory that are listed; the others are counted."""
@@ -45,7 +45,7 @@ def list_table(found: Sequence[Mapping[str, Any]], *, full: bool) -> Table:
         (modes, accuracy), *rest = cells
         rows.append((one["name"], one["command"] or "", modes, *facts, accuracy))
         rows += [("", "", modes, *[""] * len(facts), accuracy) for modes, accuracy in rest]
-    return _table(heads, rows, right=("seeds", "steps", "accuracy"))
+    return _table(heads, rows, right=("seeds", "steps", "accuracy"), whole=True)
 
 
 def show_tables(
@@ -188,10 +188,8 @@ def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, _plain(value)) for name, value in facts.items()]
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for head in heads:
-        table.add_column(Text(head), justify="right" if head in set(right) else "left", overflow="fold")
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = (), *, whole: bool = False) -> Table:
+    table = BlockTable(heads, right, padding=(0, 0, 0, 0), whole=whole)
     for row in rows:
         table.add_row(*map(Text, row))
     return table

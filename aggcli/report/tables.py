@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from aggcli.analysis.units import LENGTH_UNITS, in_length_unit
 from aggcli.measurement.catalogue import BESIDE, OVER_TRAINED, describe, names
 from aggcli.measurement.words import plural
+from aggcli.report.blocks import BlockTable
 from aggcli.rules import recorded_rule
 
 Step = Mapping[str, Any]
@@ -221,12 +221,8 @@ def _skipped(steps: Sequence[Step]) -> Text | None:
 # -- cells ----------------------------------------------------------------------------------------------------------
 
 
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column(Text(first), overflow="fold")
-    for name in others:
-        table.add_column(Text(name), justify="right", overflow="fold")
-    return table
+def _table(first: str, *others: str) -> BlockTable:
+    return BlockTable([first, *others], numbers=others)
 
 
 def _over(steps: Sequence[Step]) -> str:

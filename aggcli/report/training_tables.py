@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from aggcli.analysis.final import FINAL, LAST_STEP
+from aggcli.report.blocks import BlockTable
 
 _HEADS = {
     "accuracy": "accuracy ↑",
@@ -21,27 +20,20 @@ _HEADS = {
 
 def training_table(summary: Mapping[str, Any]) -> Table:
     """Final metrics of each mode as mean and 95 % interval over seeds, and the paired difference to the baseline."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column(Text("after training"), no_wrap=True)
-    for name in FINAL.values():
-        table.add_column(Text(_HEADS[name]), justify="right", overflow="fold")
+    heads = [_HEADS[name] for name in FINAL.values()]
+    table = BlockTable(["after training", *heads], numbers=heads, caption=_caption(summary))
     for mode, metrics in summary["modes"].items():
         table.add_row(mode, *(_interval(metrics[name]) for name in FINAL.values()))
         if mode != summary["baseline"]:
             cells = [_difference(metrics[name]) for name in FINAL.values()]
             table.add_row(f"  minus {summary['baseline']}", *cells)
-    table.caption = _caption(summary)
-    table.caption_justify = "left"
     return table
 
 
 def last_step_table(summary: Mapping[str, Any]) -> Table:
     """The numbers of the last optimizer step on recorded rollouts, modes side by side."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column(Text("last optimizer step"), no_wrap=True)
     modes = summary["modes"]
-    for mode in modes:
-        table.add_column(Text(mode), justify="right")
+    table = BlockTable(["last optimizer step", *modes], numbers=modes)
     for name in LAST_STEP:
         if any(metrics[name] for metrics in modes.values()):
             table.add_row(name, *(_interval(metrics[name]) for metrics in modes.values()))

@@ -1,21 +1,21 @@
-"""A verdict for the terminal (80 columns), Markdown, LaTeX, JSON and one line at a time: the headline, and lists under it."""
+"""A verdict for the terminal, Markdown, LaTeX, JSON and one line at a time: the headline, and lists under it."""
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import asdict
 from typing import Any
 
 from aggcli.analysis.verdict import Verdict
 from aggcli.report.escapes import in_markdown, visible
+from aggcli.report.folding import folded
 
 
 def verdict_text(found: Verdict, width: int) -> str:
     """For the terminal: paragraphs, and lists that are indented; a line that goes on is indented further."""
-    blocks = [_folded(one, width, "", "") for one in (*_warnings(found), found.headline)]
+    blocks = [folded(one, width) for one in (*_warnings(found), found.headline)]
     for heading, lines in found.lists:
-        listed = [_folded(line, width, "  ", "      ") for line in lines]
-        blocks.append("\n".join([_folded(f"{_sentence(heading)}:", width, "", ""), *listed]))
+        listed = [folded(line, width, "  ", "      ") for line in lines]
+        blocks.append("\n".join([folded(f"{_sentence(heading)}:", width), *listed]))
     return "\n\n".join(blocks)
 
 
@@ -65,7 +65,3 @@ def _warnings(found: Verdict) -> list[str]:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _folded(text: str, width: int, first: str, then: str) -> str:
-    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)

@@ -1,0 +1,165 @@
+"""Printed to a pipe or on a narrow terminal, a number or an interval stands on one line, in every table that is printed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from aggcli.report.folding import folded
+from tests.cli import Result, aggcli, results_of, strict_json
+
+NUMBER = r"[+-]?\d[\d.]*(?:e[+-]?\d+)?"
+WHOLE = re.compile(rf"\[{NUMBER}, {NUMBER}\]|{NUMBER}")
+"""An interval, or a number."""
+DATA = Path(__file__).parent / "data"
+TRAINING = ("--steps=3", "--rollout-batch-size=2", "--n-samples-per-prompt=4", "--device=cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    return results_of("compare", "--modes=sample_mean,token_mean,constant", "--seeds=2", *TRAINING, f"--output={folder}")
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replayed") / "out"
+    return results_of("compare", "--rollouts=example", "--log-correct-samples", f"--output={folder}")
+
+
+Calls = dict[str, Callable[[Path], tuple[object, ...]]]
+_MODES = "--modes=sample_mean,prompt_mean,token_mean,constant,verl-legacy:seq-mean-token-sum-norm"
+CALLS: Calls = {
+    "run": lambda out: ("run", "--rollouts=example", "--log-correct-samples", f"--output={out}"),
+    "compare": lambda out: ("compare", "--rollouts=example", "--log-correct-samples", _MODES, f"--output={out}"),
+    "audit": lambda out: ("audit", "--no-search"),
+    "inspect": lambda out: ("inspect", *[DATA / "slime_train" / "2.pt"] * 2, "--groups"),
+}
+
+
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, *call: object) -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = aggcli(capsys, *call)
+    assert result.code == 0, result.err
+    return re.sub(r"\x1b\[[\d;]*m", "", result.out)
+
+
+def missing(wide: str, narrow: str) -> Counter[str]:
+    """Numbers and intervals of a text without folds that the folded text has less often."""
+    return Counter(WHOLE.findall(wide)) - Counter(WHOLE.findall(narrow))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_number_is_broken_at_any_width_and_no_line_is_longer(name: str, capsys, monkeypatch, tmp_path: Path) -> None:
+    """The same call without folds is the second route: each of its numbers stands whole in the narrow text too."""
+    wide = printed(capsys, monkeypatch, 5000, *CALLS[name](tmp_path / "wide"))
+    assert len(WHOLE.findall(wide)) > 15
+    for width in (60, 80, 100):
+        narrow = printed(capsys, monkeypatch, width, *CALLS[name](tmp_path / str(width)))
+        assert not missing(wide, narrow.replace(str(tmp_path / str(width)), str(tmp_path / "wide"))), width
+        assert max(map(len, narrow.splitlines())) <= width
+
+
+@pytest.mark.parametrize("of", ["trained", "replayed"])
+def test_no_number_of_compared_results_is_broken_at_any_width(of: str, capsys, monkeypatch, request) -> None:
+    """The numbers are those of `--json`, in four digits."""
+    folder = request.getfixturevalue(of)
+    found = strict_json(aggcli(capsys, "compare", folder, "--format", "json").out)
+    texts = {width: printed(capsys, monkeypatch, width, "compare", folder) for width in (60, 80, 100)}
+    assert found["outcomes"]
+    for row, (width, text) in itertools.product(found["outcomes"], texts.items()):
+        whole = set(WHOLE.findall(text))
+        assert f"{row['mean']:.4g}" in whole, (width, row)
+        if row["low"] is not None:
+            assert f"[{row['low']:.4g}, {row['high']:.4g}]" in whole, (width, row)
+        if row["difference_low"] is not None:
+            assert f"[{row['difference_low']:+.3g}, {row['difference_high']:+.3g}]" in whole, (width, row)
+        assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_no_number_of_a_training_summary_is_broken_however_many_digits_it_has(width: int) -> None:
+    """Rendered from a summary whose numbers are known: means of four digits, intervals of up to 24 characters."""
+    from rich.console import Console
+
+    from aggcli.report.training_tables import training_table
+
+    metric = {"mean": -0.000123456, "low": -0.000234567, "high": -1.23456e-05, "n": 5}
+    of_mode = {
+        "accuracy": metric,
+        "response_length": metric,
+        "correct/response_length": metric,
+        "incorrect/response_length": metric,
+    }
+    other = {name: {**metric, "difference": metric} for name in of_mode}
+    summary = {
+        "modes": {"sample_mean": of_mode, "verl:seq-mean-token-sum-norm": other},
+        "baseline": "sample_mean",
+        "missing": [],
+    }
+    console = Console(width=width, markup=False, highlight=False)
+    with console.capture() as capture:
+        console.print(training_table(summary))
+    lines = capture.get().splitlines()
+    whole = Counter(WHOLE.findall(capture.get()))
+    assert max(map(len, lines)) <= width
+    assert whole["-0.0001235"] == 8
+    assert whole["[-0.0002346, -1.235e-05]"] == 8
+    assert whole["[-0.000235, -1.23e-05]"] == 4
+
+
+def test_columns_that_find_no_room_stand_below_with_the_names_of_the_rows_again(capsys, monkeypatch, tmp_path: Path) -> None:
+    call = CALLS["compare"](tmp_path / "out")
+    lines = printed(capsys, monkeypatch, 60, *call).splitlines()
+    result = aggcli(capsys, *CALLS["compare"](tmp_path / "json"), "--json")
+    means = {mode: loss(result, mode) for mode in ("sample_mean", "token_mean", "constant")}
+    heads = [at for at, line in enumerate(lines) if line.startswith(" pg_loss by layout")]
+    assert len(heads) > 1
+    below = {mode: [line for at in heads if mode in lines[at] for line in lines[at + 2 : at + 6]] for mode in means}
+    for mode, rows in below.items():
+        assert [row.split()[0] for row in rows] == ["dp1:first-fit", "dp2:interleaved", "dp2:contiguous", "dp4:balanced"]
+        assert all(f"{means[mode]:.9g}" in row.split() for row in rows), mode
+
+
+def loss(result: Result, mode: str) -> float:
+    """pg_loss, the mean over the steps; below 1e-12 it is rounding, and shown as 0."""
+    values = [step["modes"][mode]["pg_loss"] for step in result.steps]
+    mean = sum(values) / len(values)
+    return 0.0 if abs(mean) < 1e-12 else mean
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("command", [("runs", "show"), ("runs", "list")], ids=" ".join)
+def test_no_number_of_a_results_directory_is_broken(command, terminal: bool, capsys, monkeypatch, trained: Path) -> None:
+    """In a pipe a row is a line; on a terminal columns without room stand below."""
+    folder = trained.parent if "list" in command else trained
+    wide = printed(capsys, monkeypatch, 5000, *command, folder)
+    if terminal:
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    for width in (60, 80, 100):
+        narrow = printed(capsys, monkeypatch, width, *command, folder)
+        if not terminal:
+            assert not missing(wide, narrow), width
+            continue
+        assert max(map(len, narrow.splitlines())) <= width
+        told = strict_json(aggcli(capsys, "runs", "show", trained, "--json").out)
+        for numbers in told["accuracy"].values():
+            assert f"{numbers['mean']:.4g}" in WHOLE.findall(narrow), width
+
+
+def at_every_width(text: str) -> Iterator[str]:
+    for width in range(26, 90):
+        yield folded(text, width, "  ", "      ")
+
+
+def test_an_interval_in_a_sentence_is_a_word() -> None:
+    text = "token_mean: no difference shown, +0.00456 [-0.0421, +0.0512], Holm p = 1, 3 seeds, over steps [0, 5] of a run"
+    for lines in at_every_width(text):
+        assert " ".join(lines.split()) == text
+        assert WHOLE.findall(lines) == ["+0.00456", "[-0.0421, +0.0512]", "1", "3", "[0, 5]"]
+        assert not [line for line in lines.splitlines() if line.count("[") != line.count("]")]
