@@ -58,7 +58,7 @@ def token_numbers(
             rows["ppo_kl"].append(old - new)
             rows["ratio_deviation"].append(abs(ratio - 1))
             d = sample["ref_log_probs"][t] - new
-            rows["kl_loss"].append(math.exp(d) - 1 - d)
+            rows["kl_loss"].append(math.expm1(d) - d)
             rows["entropy_loss"].append(sample["entropy"][t] if "entropy" in sample else 0.0)
             rows["sampler_mismatch"].append(abs(old - sample["rollout_log_probs"][t]) if "rollout_log_probs" in sample else 0.0)
         for name in names:
