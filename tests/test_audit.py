@@ -345,3 +345,10 @@ def test_the_help_of_an_audit_names_its_own_default_layouts(capsys) -> None:
         assert layout.rpartition("mb")[2] in words
     assert "dp2cp2:contiguous, dp4:interleaved:mb1, dp4:balanced" in words
     assert "dp1:first-fit" not in words
+
+
+def test_layouts_that_are_named_are_the_only_ones_evaluated(capsys) -> None:
+    """A train dump's recorded layout is among the default ones, and nowhere else unless it is named."""
+    path = str(DATA / "slime_train" / "2.pt")
+    assert _json(capsys, path, "--rules", "token_mean", "--layouts", "dp1:contiguous")["layouts"] == ["dp1:contiguous"]
+    assert _json(capsys, path, "--rules", "token_mean")["layouts"] == ["recorded", *DEFAULT_LAYOUTS]

@@ -163,3 +163,25 @@ def test_a_rule_that_counts_prompts_is_refused_a_straddling_group_in_a_replay_an
 )
 def test_what_a_replay_cannot_use_is_refused(arguments: tuple[str, ...], message: str, capsys, tmp_path: Path) -> None:
     assert message in refused(replay(capsys, tmp_path, fx_b(), *arguments, command="run"))
+
+
+def test_rewards_off_the_scale_of_the_threshold_are_said_where_correct_answers_are_counted(capsys, tmp_path: Path) -> None:
+    samples = [{**sample, "reward": 11.4 + at / 10} for at, sample in enumerate(fx_b())]
+    told = replay(capsys, tmp_path, samples, command="run")
+    assert (
+        "rewards run from 11.4 to 11.7 (mean 11.6), off the scale of --correct-threshold 1: 4 of 4 count as correct" in told.err
+    )
+    assert "off the scale" not in replay(capsys, tmp_path, fx_b(), command="run").err
+
+
+def test_the_mismatch_without_tokens_that_were_never_drawn_stands_beside_it(capsys, tmp_path: Path) -> None:
+    """Sampler log-probs -1 but for one 0, trainer -1: 1/4 of one sample of two is 0.125, and 0 without it."""
+    rows = [{"group_index": 0, "response_length": 4, "total_length": 6, "reward": r, "log_probs": [-1.0] * 4} for r in (0, 1)]
+    drawn = ([-1.0, -1.0, -1.0, 0.0], [-1.0] * 4)
+    told = replay(
+        capsys, tmp_path, [{**row, "rollout_log_probs": of} for row, of in zip(rows, drawn, strict=True)], command="run"
+    )
+    assert "1 trained token has a sampler log-prob of exactly 0" in told.err
+    assert "sampler_mismatch is 0.125; without 1 trained token whose sampler log-prob is exactly 0 it is 0" in told.err
+    masked = [{**row, "rollout_log_probs": of, "loss_mask": [1, 1, 1, 0]} for row, of in zip(rows, drawn, strict=True)]
+    assert "exactly 0" not in replay(capsys, tmp_path, masked, command="run").err

@@ -120,7 +120,7 @@ def test_a_line_names_the_word_size_interval_both_p_values_the_floor_and_the_see
     found = verdict(compare(runs, window=0))
     assert found.headline == (
         "Accuracy is higher under b than under a, at equal steps and at equal tokens. Of the other outcomes, each tested by"
-        " itself, this differs: tokens to accuracy 0.46 (lower under b)."
+        " itself at 5 % (about 0.1 of 2 would by chance), this differs: tokens to accuracy 0.46 (lower under b)."
     )
     line = "b: higher, +0.107 [+0.078, +0.135], Holm p = 0.0078, sign-flip p = 0.25 (floor 0.25), 3 seeds"
     # t = 16, so p = 1 - 16/sqrt(258), and twice that for two pairs
@@ -145,7 +145,8 @@ def test_the_headline_is_short_whatever_is_shown_of_many_modes():
     found = verdict(compare([*some, *arm("b", 0.7), *arm("c", 0.4, 5.0)], window=0))
     assert found.headline == (
         "At equal steps, accuracy is higher under b and lower under c than under a; at equal tokens, accuracy is higher under"
-        " b and c than under a. Of the other outcomes, each tested by itself, this differs: tokens to accuracy 0.48 (lower"
+        " b and c than under a. Of the other outcomes, each tested by itself at 5 % (about 0.1 of 2 would by chance), this"
+        " differs: tokens to accuracy 0.48 (lower"
         " under b)."
     )
     assert [[line.partition(":")[0] for line in lines] for _, lines in found.lists] == [["b", "d", "c"], ["b", "c", "d"]]

@@ -128,8 +128,9 @@ def verdict(comparison: Comparison, ratios: Sequence[EfficiencyPair] = ()) -> Ve
     axes = tuple((axis, outcome) for axis, outcome in axes if outcome in comparison.outcomes)
     p_holm = _corrected(comparison, [outcome for _, outcome in axes])
     rankings = tuple(_ranking(comparison, axis, outcome, p_holm) for axis, outcome in axes)
-    others = tuple(_others(comparison, {outcome for _, outcome in axes}, ratios))
-    said = " ".join(filter(None, (_headline(_MEASURES[measure], rankings), _others_in_words(others))))
+    ranked = {outcome for _, outcome in axes}
+    others, tested = tuple(_others(comparison, ranked, ratios)), _tested_besides(comparison, ranked, ratios)
+    said = " ".join(filter(None, (_headline(_MEASURES[measure], rankings), _others_in_words(others, tested))))
     return Verdict(said, rankings, pairs=_tested(p_holm), others=others)
 
 
@@ -253,6 +254,15 @@ def _others(comparison: Comparison, ranked: set[str], ratios: Sequence[Efficienc
         yield _other("efficiency exponent B under a common A", "curve/exponent_ratio", signs)
 
 
+def _tested_besides(comparison: Comparison, ranked: set[str], ratios: Sequence[EfficiencyPair]) -> int:
+    """How many outcomes outside of the rankings have a p-value."""
+    names = comparison.outcomes.keys() - ranked
+    found = [
+        any(e.pair is not None and e.pair.p_holm is not None for e in comparison.outcomes[name].values()) for name in names
+    ]
+    return sum(found) + any(one.p_holm is not None for one in ratios)
+
+
 def _other(named: str, name: str, signs: Mapping[str, float]) -> Other:
     sides = ([label for label, sign in signs.items() if (sign > 0) == up] for up in (True, False))
     return Other(named, name, *map(tuple, sides))
@@ -262,14 +272,15 @@ def _is_shown(p: float | None) -> bool:
     return p is not None and p < ALPHA
 
 
-def _others_in_words(others: Sequence[Other]) -> str:
-    """`Of the other outcomes, each tested by itself, these differ: ...`; empty without any."""
+def _others_in_words(others: Sequence[Other], tested: int) -> str:
+    """`Of the 12 other outcomes, each tested by itself at 5 %, ...`; empty without any. `tested`: how many were."""
     if not others:
         return ""
     told = [one.text for one in others[:_MOST_OTHERS]]
     more = [f"{len(others) - _MOST_OTHERS} more in the table"] if len(others) > _MOST_OTHERS else []
     differ = "this differs" if len(others) == 1 else "these differ"
-    return f"Of the other outcomes, each tested by itself, {differ}: {listed([*told, *more])}."
+    by_chance = f"about {ALPHA * tested:.2g} of {tested} would by chance"
+    return f"Of the other outcomes, each tested by itself at 5 % ({by_chance}), {differ}: {listed([*told, *more])}."
 
 
 def _few(labels: Sequence[str], last: str = "and") -> str:

@@ -170,11 +170,13 @@ def _audited(frozen: FrozenBatch, rules: Sequence[AuditRule], settings: RunConfi
 
 
 def _layout_texts(frozen: FrozenBatch, settings: RunConfig) -> tuple[str, ...]:
-    """The layouts asked for or the default ones, the recorded one first."""
+    """The layouts asked for, else the recorded one and the default ones."""
     from aggcli.auditing import DEFAULT_LAYOUTS
+    from aggcli.layout.schedule import RECORDED
 
-    texts = settings.layout.layouts or DEFAULT_LAYOUTS
-    return texts if frozen.recorded is None or "recorded" in texts else ("recorded", *texts)
+    if settings.layout.layouts:
+        return settings.layout.layouts
+    return DEFAULT_LAYOUTS if frozen.recorded is None else (RECORDED, *DEFAULT_LAYOUTS)
 
 
 def _failure(audits: Sequence[Audit], findings: dict[str, tuple[Finding, ...]], limit: float | None) -> str:

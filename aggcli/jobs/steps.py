@@ -15,6 +15,7 @@ from aggcli.layout.schedule import Layout, Schedule, schedule_step
 from aggcli.layout.steps import Part, layouts_of, need_whole_groups, optimizer_steps
 from aggcli.layout.views import GlobalView
 from aggcli.measurement.groups import group_values
+from aggcli.measurement.inventory import reward_scale
 from aggcli.measurement.local import MeasureConfig
 from aggcli.measurement.ranks import measure_on_ranks
 from aggcli.measurement.report import StepReport, Values
@@ -59,6 +60,7 @@ class Replay:
                 skipped.append(f"{batch.name}: {'; '.join(found.notes)}")
                 continue
             batch = found.batch
+            scale = reward_scale(batch, self.config.correct_threshold)
             extra: Values = {} if found.kept is None else {"groups_generated": found.generated, "groups_kept": found.kept}
             parts = optimizer_steps(batch, self.config.layout.global_batch_size)
             groups = group_values(GlobalView.of(batch), self.config.correct_threshold)
@@ -68,7 +70,7 @@ class Replay:
                 dtype = DTYPES[self.config.dtype or "float64"]
                 layouts = self._scheduled(step, part)
                 inputs = step_inputs(step, self.config.objective, modes, dtype, self.reducer, layouts[0][1])
-                head = Head(number, batch.name, origin, [*batch.notes, *found.notes, *left_out, *part.notes], extra)
+                head = Head(number, batch.name, origin, [*batch.notes, *scale, *found.notes, *left_out, *part.notes], extra)
                 measuring = measure_config(inputs, self.config.objective, self.config, self.max_response_length)
                 yield report_step(head, inputs, layouts, measuring, groups, self._processes(measuring))
                 number += 1

@@ -9,7 +9,9 @@ from aggcli.measurement.catalogue import OVER_TRAINED
 from aggcli.measurement.report import LayoutReport, Values
 from aggcli.measurement.words import listed, plural
 from aggcli.objective.step import StepInputs
+from aggcli.objective.weights import masked_weights
 from aggcli.rollouts.batch import NO_GROUP
+from aggcli.rules import CUSTOM
 
 ZERO = 1e-12
 """A loss below this is 0 but for rounding."""
@@ -43,6 +45,7 @@ def notes_on_step(inputs: StepInputs, values: Mapping[str, Values], layouts: Seq
     first = values[inputs.names[0]]
     return [
         *_on_data(inputs, first),
+        *_on_certain_tokens(inputs, first),
         *_on_trained_rollouts(values),
         *_on_groups(inputs, first),
         *_on_loss(inputs, values),
@@ -67,6 +70,22 @@ def _on_data(inputs: StepInputs, values: Values) -> list[str]:
     elif step.old_log_probs_T is None:
         notes.append("old_log_probs are missing: rollout_log_probs are taken as the policy that sampled")
     return notes
+
+
+def _on_certain_tokens(inputs: StepInputs, values: Values) -> list[str]:
+    """What sampler_mismatch is without trained tokens whose sampler log-prob is exactly 0, where others' is not."""
+    step, counted = inputs.step, values.get("sampler_mismatch")
+    if counted is None or "rollout_log_probs" not in inputs.tokens:
+        return []
+    certain_T = step.loss_mask_T & (inputs.tokens["rollout_log_probs"] == 0)
+    kept = step.derived(loss_mask_T=step.loss_mask_T & ~certain_T)
+    rule = inputs.weighing[inputs.names[0]].metrics
+    if not certain_T.any() or not kept.loss_mask_T.any() or rule == CUSTOM:
+        return []
+    apart_T = (inputs.tokens["trainer_log_probs"] - inputs.tokens["rollout_log_probs"]).abs().double()
+    without = float(masked_weights(rule, kept) @ apart_T.where(kept.loss_mask_T, 0.0))
+    those = plural(int(certain_T.sum()), "trained token", "trained tokens")
+    return [f"sampler_mismatch is {counted:.5g}; without {those} whose sampler log-prob is exactly 0 it is {without:.5g}"]
 
 
 def _on_trained_rollouts(values: Mapping[str, Values]) -> list[str]:

@@ -86,7 +86,7 @@ def need_rollouts(place: Path) -> None:
     """Refuse what aggcli itself has recorded, a results directory or its files, which would be read as rollouts."""
     folder = place if place.is_dir() else place.parent
     own = place.name in (METRICS, LAYOUTS, TIMINGS) or (place.is_dir() and (place / METRICS).is_file())
-    held = sorted(entry for entry in folder.glob(f"*/{METRICS}")) if place.is_dir() and (place / MANIFEST).is_file() else []
+    held = place.is_dir() and (place / MANIFEST).is_file() and next(place.rglob(METRICS), None) is not None
     if (own and (folder / MANIFEST).is_file()) or held:
         raise RolloutError(
             f"{place}: is what aggcli recorded (a results directory), not rollouts; look at it with `aggcli compare {folder}`"
