@@ -30,9 +30,14 @@ Words, each for one thing:
 
 Axis letters at the end of a tensor's name, the same in every file:
 
-    S samples   T response tokens, flat   U prompt and response tokens, flat   G rollouts
-    P prompt groups, or numbers of a run's parameters   R runs   B rows of a micro-batch   L positions of a row
-    C response columns   V vocabulary   D width   H heads   W positions of a chunk   K numbers of a record   M micro-batches
+    S  training samples             T  tokens, flat, sample after sample (of a batch: response tokens)
+    U  prompt and response tokens   G  rollouts, each once
+    P  prompts (prompt groups)      R  runs of a stack
+    B  rows of a micro-batch        L  positions of a row: of the prompt, the response or both
+    C  response columns             V  vocabulary
+    D  width of the policy          H  heads, d = D / H, X = 3 * D
+    W  positions of a chunk         Q  numbers of a run's parameters
+    N  rows still being sampled     K  what stands beside it says: keys, digits, response tokens before a split
 """
 
 from __future__ import annotations

@@ -221,20 +221,20 @@ def evaluate(setup: Setup, parameters: Parameters, seeds: Sequence[int], prompts
     distinct = list(dict.fromkeys(seeds))
     row_R = torch.tensor([distinct.index(seed) for seed in seeds])
     drawn = [task.prompts(seed, EVALUATION_STEP, prompts) for seed in distinct]
-    prompts_RGP = torch.stack([one.tokens_SP for one in drawn])[row_R].to(setup.device)
+    prompts_RPL = torch.stack([one.tokens_SL for one in drawn])[row_R].to(setup.device)
     noise = [uniforms(seed, EVALUATION_STEP, 0, prompts, setup.response_limit) for seed in distinct]
     sampled = sample(
         parameters,
         setup.policy,
-        prompts_RGP,
+        prompts_RPL,
         torch.stack(noise)[row_R].to(setup.device),
         end_id=task.end_id,
         pad_id=task.pad_id,
         temperature=setup.config.training.temperature,
     )
-    answer_RG = torch.stack([one.answer_S for one in drawn])[row_R]
+    answer_RP = torch.stack([one.answer_S for one in drawn])[row_R]
     length_RB = sampled.length_RB.cpu()
-    reward_RB, _ = task.verify(answer_RG, sampled.tokens_RBL.cpu(), length_RB)
+    reward_RB, _ = task.verify(answer_RP, sampled.tokens_RBL.cpu(), length_RB)
     correct_RB = is_correct(reward_RB, setup.config.correct_threshold)
     return [_evaluation(correct_B, length_B.double()) for correct_B, length_B in zip(correct_RB, length_RB, strict=True)]
 

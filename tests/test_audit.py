@@ -18,9 +18,9 @@ from aggcli.auditing import (
     audit,
     built_in_batch,
     freeze,
-    layouts_of,
     rule_named,
     schedule_of,
+    scheduled_layouts,
     smallest_counterexample,
 )
 from aggcli.config import settings_from
@@ -48,7 +48,7 @@ def _frozen(batch: RolloutBatch | None = None) -> FrozenBatch:
 def report() -> Audit:
     frozen = _frozen()
     rules = [rule_named(name, divisor=10.0) for name in RULES]
-    return audit(frozen, rules, layouts_of(frozen, DEFAULT_LAYOUTS))
+    return audit(frozen, rules, scheduled_layouts(frozen, DEFAULT_LAYOUTS))
 
 
 def test_exactly_the_rules_known_to_vary_do_so_on_the_built_in_batch(report: Audit) -> None:
@@ -280,7 +280,7 @@ def test_the_effective_learning_rate_is_the_ratio_of_gradient_norms_of_the_repla
 
 def test_a_rule_that_cannot_be_dealt_the_reference_takes_the_first_layout_that_it_can() -> None:
     frozen = _frozen(batch_of(fx_b()))
-    layouts = layouts_of(frozen, ("dp1:contiguous:mb3", "dp2:contiguous", "dp1:contiguous:mb1"))
+    layouts = scheduled_layouts(frozen, ("dp1:contiguous:mb3", "dp2:contiguous", "dp1:contiguous:mb1"))
     uneven, even = audit(frozen, [rule_named("trl:bnpo"), rule_named("verl-legacy:token-mean")], layouts).reports
     assert uneven.skipped == ("dp1:contiguous:mb3",)
     assert [outcome.layout for outcome in uneven.under] == ["dp2:contiguous", "dp1:contiguous:mb1"]

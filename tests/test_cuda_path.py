@@ -35,10 +35,10 @@ def test_the_loss_of_a_step_and_its_gradient_stay_on_the_device_of_the_policy() 
 def test_an_update_stays_on_the_device_of_the_policy(optimizer: str) -> None:
     training = settings_from({"optimizer": optimizer, "weight_decay": 0.1, "lr_warmup_steps": 3}).training
     with fake_cuda():
-        flat_RP = torch.empty(2, 10, device="cuda")
-        taught = Optimizer(flat_RP, [1e-3, 2e-3], training)
-        norm_R = taught.step(flat_RP, torch.empty(2, 10, device="cuda"), torch.ones(2, dtype=torch.bool, device="cuda"))
-        assert norm_R.device.type == flat_RP.device.type == "cuda"
+        flat_RQ = torch.empty(2, 10, device="cuda")
+        taught = Optimizer(flat_RQ, [1e-3, 2e-3], training)
+        norm_R = taught.step(flat_RQ, torch.empty(2, 10, device="cuda"), torch.ones(2, dtype=torch.bool, device="cuda"))
+        assert norm_R.device.type == flat_RQ.device.type == "cuda"
         assert all(value.device.type == "cuda" for value in taught.state().values() if value.dim() == 2)
         weights_of({"a": torch.empty(2, 3, 4, device="cuda"), "b": torch.empty(2, 5, device="cuda")}).refresh()
 
@@ -53,5 +53,5 @@ def test_three_steps_on_cuda_end_where_the_cpu_ends() -> None:
         trainer = grid.trainer_of(setup, grid.runs_of(config, (SAMPLE_MEAN, TOKEN_MEAN), (0,), 32), ALONE)
         for _ in trainer.steps():
             pass
-        ends[device] = trainer.weights.flat_RP.cpu()
+        ends[device] = trainer.weights.flat_RQ.cpu()
     torch.testing.assert_close(ends["cuda"], ends["cpu"], rtol=1e-9, atol=1e-10)

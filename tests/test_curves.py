@@ -12,7 +12,7 @@ from scipy import optimize
 from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
 from aggcli.analysis.efficiency import common_asymptote, efficiency, fit_runs, mode_curves
 from aggcli.analysis.histories import MEASURES, History
-from aggcli.analysis.sigmoid import Grid, Parameters, grid_search, sigmoid, slopes
+from aggcli.analysis.sigmoid import CurveParameters, Grid, grid_search, sigmoid, slopes
 from tests.speed import few
 
 SCALE_RL = {
@@ -28,12 +28,12 @@ SCALE_RL = {
 """C_mid, B and A as the paper prints them (arXiv:2510.13786)."""
 PAPER_GRID = Grid(np.round(np.arange(0.450, 0.8001, 0.005), 3), np.linspace(100.0, 40000.0, 100))
 """The paper's own, for pass rates against GPU-hours: A in 0.450, 0.455, ..., 0.800 and 100 values of C_mid in [100, 40000]."""
-TRUTH = Parameters(0.3, 0.8, 1.8, 2e5)
+TRUTH = CurveParameters(0.3, 0.8, 1.8, 2e5)
 C_60 = np.linspace(0, 1e6, 60)
 COARSE = Grid(np.linspace(0.7, 1.4, 10), np.geomspace(5e4, 2e6, 14))
 
 
-def noisy(seed: int, truth: Parameters = TRUTH, deviation: float = 0.02) -> np.ndarray:
+def noisy(seed: int, truth: CurveParameters = TRUTH, deviation: float = 0.02) -> np.ndarray:
     return sigmoid(C_60, *truth) + np.random.default_rng([seed, 17]).normal(0, deviation, 60)
 
 
@@ -53,8 +53,8 @@ def test_the_sigmoid_starts_at_r0_is_half_way_at_the_midpoint_and_ends_at_a():
 
 def test_the_slopes_are_those_of_finite_differences():
     found = slopes(C_60, TRUTH)
-    ways = [(lambda h: Parameters(0.3, 0.8 + h, 1.8, 2e5)), (lambda h: Parameters(0.3, 0.8, 1.8 * math.exp(h), 2e5))]
-    ways += [(lambda h: Parameters(0.3, 0.8, 1.8, 2e5 * math.exp(h))), (lambda h: Parameters(0.3 + h, 0.8, 1.8, 2e5))]
+    ways = [(lambda h: CurveParameters(0.3, 0.8 + h, 1.8, 2e5)), (lambda h: CurveParameters(0.3, 0.8, 1.8 * math.exp(h), 2e5))]
+    ways += [(lambda h: CurveParameters(0.3, 0.8, 1.8, 2e5 * math.exp(h))), (lambda h: CurveParameters(0.3 + h, 0.8, 1.8, 2e5))]
     for column, way in enumerate(ways):
         by_hand = (sigmoid(C_60, *way(1e-5)) - sigmoid(C_60, *way(-1e-5))) / 2e-5
         np.testing.assert_allclose(found[:, column], by_hand, atol=1e-8)

@@ -27,17 +27,17 @@ def test_a_prompt_does_not_depend_on_how_many_are_drawn_or_from_where(name: str)
     task = make_task(name)
     every = task.prompts(3, 5, 40)
     some = task.prompts(3, 5, 4, first=17)
-    assert torch.equal(every.tokens_SP[17:21], some.tokens_SP)
+    assert torch.equal(every.tokens_SL[17:21], some.tokens_SL)
     assert torch.equal(every.answer_S[17:21], some.answer_S)
     for other in (task.prompts(4, 5, 40), task.prompts(3, 6, 40)):
-        assert not torch.equal(every.tokens_SP, other.tokens_SP)
+        assert not torch.equal(every.tokens_SL, other.tokens_SL)
 
 
 @pytest.mark.parametrize(("name", "pattern"), [("running-sum", r"\d{6}="), ("control", r"\d{2}=")])
 def test_the_answer_is_the_digit_sum_modulo_ten(name: str, pattern: str):
     task = make_task(name)
     prompts = task.prompts(0, 0, 50)
-    for tokens, answer in zip(prompts.tokens_SP, prompts.answer_S.tolist(), strict=True):
+    for tokens, answer in zip(prompts.tokens_SL, prompts.answer_S.tolist(), strict=True):
         text = task.text(tokens)
         assert re.fullmatch(pattern, text)
         assert len(text) == task.prompt_length
@@ -45,7 +45,7 @@ def test_the_answer_is_the_digit_sum_modulo_ten(name: str, pattern: str):
 
 
 def test_prompt_digits_are_uniform():
-    digits = make_task("running-sum").prompts(1, 2, 5000).tokens_SP[:, :6]
+    digits = make_task("running-sum").prompts(1, 2, 5000).tokens_SL[:, :6]
     counts = torch.bincount(digits.flatten(), minlength=10).double()
     chi_square = ((counts - 3000) ** 2 / 3000).sum()
     assert chi_square < 27.9  # 9 degrees of freedom, one in a thousand

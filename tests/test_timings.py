@@ -17,7 +17,7 @@ from aggcli import grid
 from aggcli.analysis.curves import Curve, FitOptions
 from aggcli.analysis.efficiency import fit_runs
 from aggcli.analysis.histories import History, read_histories, read_history, shared_seconds
-from aggcli.analysis.sigmoid import Grid, Parameters, sigmoid
+from aggcli.analysis.sigmoid import Grid, CurveParameters, sigmoid
 from aggcli.errors import RecordError
 from aggcli.jobs import recording
 from aggcli.training import loop
@@ -208,7 +208,7 @@ def test_no_timings_are_no_seconds_and_broken_ones_are_refused_by_file(tmp_path:
 def test_a_curve_by_seconds_is_the_curve_by_steps_at_the_rate_of_the_run(tmp_path: Path) -> None:
     """Every step takes 3 s of a stack of two, so a run has one each 1.5 s: C_mid is 1.5 times as large, A and B are equal."""
     steps = np.arange(60.0)
-    truth = Parameters(0.3, 0.8, 1.8, 12.0)
+    truth = CurveParameters(0.3, 0.8, 1.8, 12.0)
     right = sigmoid(steps, *truth) + np.random.default_rng(3).normal(0, 0.01, 60)
     run = history(
         write_run(tmp_path / "a", list(range(60)), timing(*((at, 3.0, 2) for at in range(60))), accuracy=right.tolist())

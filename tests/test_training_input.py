@@ -95,7 +95,7 @@ def test_steps_without_a_mixed_group_are_empty_change_nothing_and_are_said_plain
     setup = setup_of(n_samples_per_prompt=1, dynamic_sampling=True, weight_decay=0.5, steps=2)
     done = train(setup, runs_of(setup))
     start_P = torch.cat([value.flatten() for value in setup.initial.values()])
-    assert torch.equal(done.flat_RP, start_P.expand(4, -1)), "an empty step takes no optimizer step, weight decay included"
+    assert torch.equal(done.flat_RQ, start_P.expand(4, -1)), "an empty step takes no optimizer step, weight decay included"
 
 
 def test_an_empty_step_does_not_hold_up_the_other_runs_of_its_stack() -> None:
@@ -108,7 +108,7 @@ def test_an_empty_step_does_not_hold_up_the_other_runs_of_its_stack() -> None:
     assert {0, 1} <= {count for counts in kept.values() for count in counts}
     for at, run in enumerate(runs):
         alone = train(setup, [run])
-        assert (alone.flat_RP[0] - done.flat_RP[at]).abs().max() < 1e-10
+        assert (alone.flat_RQ[0] - done.flat_RQ[at]).abs().max() < 1e-10
 
 
 def test_a_task_that_cannot_vary_in_length_is_warned_about(capsys, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_run_that_diverges_is_dropped_by_name_and_step_and_poisons_no_other_ru
     assert 1 <= shown.count(wild) < 10, "what it did before is recorded"
     for at, run in enumerate(trainer.runs):
         alone: Trained = train(setup, [run])
-        assert (alone.flat_RP[0] - trainer.weights.flat_RP[at]).abs().max() < 1e-12
+        assert (alone.flat_RQ[0] - trainer.weights.flat_RQ[at]).abs().max() < 1e-12
 
 
 def test_a_run_that_diverges_stops_with_step_and_mode_named_and_keeps_its_records(capsys, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_resumed_stack_still_knows_which_run_diverged_when_and_why(tmp_path: P
         pass
     for _ in again.steps():
         pass
-    assert torch.equal(again.weights.flat_RP, trainer.weights.flat_RP)
+    assert torch.equal(again.weights.flat_RQ, trainer.weights.flat_RQ)
 
 
 # -- recorded rollouts ----------------------------------------------------------------------------------------------

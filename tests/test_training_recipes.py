@@ -12,7 +12,7 @@ import torch
 
 from aggcli import grid
 from aggcli.policy.transformer import stacked
-from aggcli.training.rollout import Rollouts, Sampler
+from aggcli.training.rollout import SampledRollouts, Sampler
 from aggcli.world import ALONE
 from tests.cli import aggcli
 from tests.fixtures import MODES
@@ -26,13 +26,13 @@ def _sampler(**settings: Any) -> tuple[Sampler, grid.Setup]:
     return Sampler(setup.task, setup.policy, setup.config, setup.response_limit, ALONE), setup
 
 
-def _rollouts(seeds: tuple[int, ...] = (0,), step: int = 0, **settings: Any) -> Rollouts:
+def _rollouts(seeds: tuple[int, ...] = (0,), step: int = 0, **settings: Any) -> SampledRollouts:
     sampler, setup = _sampler(**settings)
     runs = runs_of(setup, ("sample_mean",), seeds)
     return sampler.step(runs, stacked(setup.initial, len(runs)), step)
 
 
-def _rewards(rollouts: Rollouts) -> list[list[float]]:
+def _rewards(rollouts: SampledRollouts) -> list[list[float]]:
     assert rollouts.batch.reward_S is not None
     return rollouts.batch.reward_S.view(-1, 4).tolist()
 

@@ -315,7 +315,7 @@ def test_resume_on_a_checkpoint_of_other_facts_is_one_line_that_names_them(
     assert said.endswith("remove it to start from the first step")
 
 
-@pytest.mark.parametrize("name", ["parameters", "optimizer.mean_RP", "optimizer.steps_R"])
+@pytest.mark.parametrize("name", ["parameters", "optimizer.mean_RQ", "optimizer.steps_R"])
 def test_resume_on_a_checkpoint_without_a_tensor_or_of_another_width_is_one_line(
     capsys, five: Path, tmp_path: Path, name: str
 ) -> None:

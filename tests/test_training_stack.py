@@ -10,7 +10,7 @@ import torch
 from aggcli.policy.sampling import uniforms
 from aggcli.policy.transformer import stacked
 from aggcli.training import step
-from aggcli.training.rollout import Rollouts, Sampler
+from aggcli.training.rollout import SampledRollouts, Sampler
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE
 from tests.fixtures import MODES
@@ -45,15 +45,15 @@ def together() -> Trained:
 def test_a_run_in_a_stack_of_eight_is_the_same_run_alone(together: Trained, run: RunSpec) -> None:
     alone = train(SETUP, [run])
     at = [other.name for other in together.trainer.runs].index(run.name)
-    assert (alone.flat_RP[0] - together.flat_RP[at]).abs().max() < 1e-10
+    assert (alone.flat_RQ[0] - together.flat_RQ[at]).abs().max() < 1e-10
     assert largest_difference(alone.values(run.name), together.values(run.name)) < 1e-10
     assert len(alone.values(run.name)) == 5 * 2 * 2
 
 
 def test_the_runs_of_the_stack_end_in_eight_different_places(together: Trained) -> None:
     for at in range(8):
-        others = torch.cat([together.flat_RP[:at], together.flat_RP[at + 1 :]])
-        assert (others - together.flat_RP[at]).abs().amax(1).min() > 1e-5
+        others = torch.cat([together.flat_RQ[:at], together.flat_RQ[at + 1 :]])
+        assert (others - together.flat_RQ[at]).abs().amax(1).min() > 1e-5
 
 
 @pytest.mark.slow
@@ -62,12 +62,12 @@ def test_groups_of_runs_compute_what_one_group_computes(together: Trained, monke
     for most in (8, 3):
         monkeypatch.setattr(step, "RUNS_AT_ONCE", most)
         other = train(SETUP, _eight())
-        assert (other.flat_RP - together.flat_RP).abs().max() < 1e-10
+        assert (other.flat_RQ - together.flat_RQ).abs().max() < 1e-10
         for run in other.trainer.runs:
             assert largest_difference(other.values(run.name), together.values(run.name)) < 1e-10
 
 
-def _rollouts(runs: list[RunSpec], step: int = 0, **settings: object) -> Rollouts:
+def _rollouts(runs: list[RunSpec], step: int = 0, **settings: object) -> SampledRollouts:
     setup = setup_of(**settings)
     sampler = Sampler(setup.task, setup.policy, setup.config, setup.response_limit, ALONE)  # pyright: ignore[reportArgumentType]
     return sampler.step(runs, stacked(setup.initial, len(runs)), step)
@@ -101,7 +101,7 @@ def test_a_refill_goes_on_where_the_round_before_stopped() -> None:
     assert torch.equal(refilled.tokens_SL[:, :width], expected)
 
 
-def _mixed_groups(rollouts: Rollouts) -> list[int]:
+def _mixed_groups(rollouts: SampledRollouts) -> list[int]:
     reward_S = rollouts.batch.reward_S
     assert reward_S is not None
     return [group for group, rewards in enumerate(reward_S.view(-1, 4).tolist()) if len(set(rewards)) > 1]
@@ -110,4 +110,4 @@ def _mixed_groups(rollouts: Rollouts) -> list[int]:
 def test_training_alone_and_in_a_stack_differs_if_the_noise_does(together: Trained) -> None:
     run = dataclasses.replace(_eight()[0], seed=1)
     alone = train(SETUP, [run])
-    assert (alone.flat_RP[0] - together.flat_RP[0]).abs().max() > 1e-5
+    assert (alone.flat_RQ[0] - together.flat_RQ[0]).abs().max() > 1e-5

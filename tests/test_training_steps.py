@@ -45,7 +45,7 @@ def _watched(setup: grid.Setup, modes: tuple[str, ...]) -> Watched:
     update, measure = trainer._update, trainer.reporter.step
 
     def noted_update(step: RolloutBatch, tokens_SL: Tensor, *rest: Any) -> list[RunReport]:
-        watched.before.append(trainer.weights.flat_RP.clone())
+        watched.before.append(trainer.weights.flat_RQ.clone())
         watched.tokens.append(tokens_SL)
         return update(step, tokens_SL, *rest)
 
@@ -77,14 +77,14 @@ def test_eight_of_sixteen_rollouts_twice_over_are_four_optimizer_steps_a_rollout
         assert all(report.values["groups"] == 4 for report in reports), "group numbers are over the rollout batch"
 
 
-def _log_probs(setup_of_trainer: Trainer, flat_RP: Tensor, step: RolloutBatch, tokens_SL: Tensor) -> Tensor:
+def _log_probs(setup_of_trainer: Trainer, flat_RQ: Tensor, step: RolloutBatch, tokens_SL: Tensor) -> Tensor:
     """Log-probabilities of the response tokens under given numbers, run by run, by a naive forward; [T]."""
     sampler: Any = setup_of_trainer.sampler
     found = []
-    for run in range(flat_RP.shape[0]):
+    for run in range(flat_RQ.shape[0]):
         parameters, start = {}, 0
         for name, value in setup_of_trainer.reference.items():
-            parameters[name] = flat_RP[run, start : start + value.numel()].view(value.shape)
+            parameters[name] = flat_RQ[run, start : start + value.numel()].view(value.shape)
             start += value.numel()
         mine_S = step.run_S == run
         length_S, rows_SL = step.response_length_S[mine_S], tokens_SL[mine_S]

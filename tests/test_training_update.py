@@ -15,7 +15,7 @@ from aggcli.config import settings_from
 from aggcli.layout.schedule import parse_layout
 from aggcli.policy.transformer import Parameters, logits, stacked
 from aggcli.training.report import Reporter
-from aggcli.training.rollout import Rollouts
+from aggcli.training.rollout import SampledRollouts
 from aggcli.training.stack import Optimizer, RunSpec
 from aggcli.training.step import step_gradient, step_tokens
 from aggcli.world import ALONE
@@ -28,7 +28,7 @@ DATA = Path(__file__).parent / "data"
 UPDATES = {"steps": 1, "num_iterations": 3, "lr": 3e-3, "layout_records": False}
 
 
-def _rollouts(setup: grid.Setup, run: RunSpec) -> Rollouts:
+def _rollouts(setup: grid.Setup, run: RunSpec) -> SampledRollouts:
     return grid.trainer_of(setup, [run], ALONE).sampler.step([run], stacked(setup.initial, 1), 0)
 
 
@@ -80,7 +80,7 @@ def _by_hand(setup: grid.Setup, run: RunSpec, make: Any, warm_up: int = 0, clip:
 
 
 def _trained(setup: grid.Setup, run: RunSpec) -> Tensor:
-    return train(setup, [run]).flat_RP[0]
+    return train(setup, [run]).flat_RQ[0]
 
 
 def _moved(setup: grid.Setup, flat_P: Tensor) -> float:
@@ -157,15 +157,15 @@ def test_a_step_that_a_run_does_not_take_leaves_no_trace_in_it(optimizer: str) -
     """Two runs take the same two steps, and one of them another between: moments, step count and warm-up are untouched."""
     settings = {"optimizer": optimizer, "weight_decay": 0.1, "lr_warmup_steps": 3, "clip_grad": 0.0}
     start_P, first_P, second_P = torch.tensor([[1.0, -2.0, 0.5], [0.3, 0.2, -0.1], [-0.4, 0.1, 0.7]], dtype=torch.float64)
-    flat_RP, junk_P = torch.stack([start_P, start_P]), torch.full((3,), torch.nan, dtype=torch.float64)
-    taught = Optimizer(flat_RP, [0.01, 0.01], settings_from(settings).training)
+    flat_RQ, junk_P = torch.stack([start_P, start_P]), torch.full((3,), torch.nan, dtype=torch.float64)
+    taught = Optimizer(flat_RQ, [0.01, 0.01], settings_from(settings).training)
     for gradients, stepping in (
         ((first_P, first_P), (True, True)),
         ((second_P, junk_P), (True, False)),
         ((junk_P, second_P), (False, True)),
     ):
-        taught.step(flat_RP, torch.stack(gradients), torch.tensor(stepping))
-    assert torch.equal(flat_RP[0], flat_RP[1])
+        taught.step(flat_RQ, torch.stack(gradients), torch.tensor(stepping))
+    assert torch.equal(flat_RQ[0], flat_RQ[1])
     leaf = start_P.clone().requires_grad_()
     made = (_sgd if optimizer == "sgd" else _adamw)(lr=0.01, weight_decay=0.0)([leaf])
     for number, gradient_P in enumerate((first_P, second_P), 1):
@@ -175,7 +175,7 @@ def test_a_step_that_a_run_does_not_take_leaves_no_trace_in_it(optimizer: str) -
             leaf.mul_(1 - rate * 0.1)
         leaf.grad = gradient_P
         made.step()
-    assert (flat_RP[0] - leaf).abs().max() < 1e-15
+    assert (flat_RQ[0] - leaf).abs().max() < 1e-15
 
 
 # -- TRL and slime --------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def _step(mode: str, divisor: float | None, scale: str, split: list[list[list[in
     found = step_gradient(forward, {"head": leaf}, rows, step, number_SL, tokens, config.objective, ALONE)
     reporter = Reporter(config, parse_layout("dp1"), (), 64, ALONE)
     (report,) = reporter.step(0, {0: run}, step, tokens, found, [{}], [{}], is_checked=False)
-    gradient_SC = found.gradient_RP.view(len(samples), longest)
+    gradient_SC = found.gradient_RQ.view(len(samples), longest)
     pg_loss = report.values["pg_loss"]
     assert pg_loss is not None
     return pg_loss, [gradient_SC[at, : s["response_length"]].tolist() for at, s in enumerate(samples)]
@@ -251,7 +251,7 @@ def test_a_rank_without_rows_adds_nothing_to_the_gradient() -> None:
     trainer = grid.trainer_of(setup, runs_of(setup), ALONE)
     rollouts = trainer.sampler.step(trainer.runs, trainer.weights.parameters, 0)
     given = step_tokens(rollouts.batch, trainer.runs, trainer.layout, torch.float64)
-    used = torch.full_like(trainer.weights.flat_RP, 7.0)
+    used = torch.full_like(trainer.weights.flat_RQ, 7.0)
     del used  # an empty tensor of this size would now hold sevens
     found = step_gradient(
         trainer.forward,
@@ -263,5 +263,5 @@ def test_a_rank_without_rows_adds_nothing_to_the_gradient() -> None:
         setup.config.objective,
         ALONE,
     )
-    assert found.gradient_RP.shape == trainer.weights.flat_RP.shape
-    assert not found.gradient_RP.any()
+    assert found.gradient_RQ.shape == trainer.weights.flat_RQ.shape
+    assert not found.gradient_RQ.any()

@@ -24,7 +24,7 @@ def test_the_shipped_policy_is_right_about_half_of_the_time(name: str):
     assert about["settings"] == warm.settings_of(task, config)
     prompts = task.prompts(0, 0, 512)
     result = sample(
-        parameters, config, prompts.tokens_SP[None], uniforms(0, 0, 0, 512, 32)[None], end_id=task.end_id, pad_id=task.pad_id
+        parameters, config, prompts.tokens_SL[None], uniforms(0, 0, 0, 512, 32)[None], end_id=task.end_id, pad_id=task.pad_id
     )
     reward, _ = task.verify(prompts.answer_S[None], result.tokens_RBL, result.length_RB)
     assert float(reward.mean()) == pytest.approx(0.5, abs=0.09)

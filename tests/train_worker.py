@@ -66,7 +66,7 @@ class Trained:
     """A finished stack: the numbers of each run [R, P], and its reports, optimizer step by optimizer step."""
 
     trainer: Trainer
-    flat_RP: Tensor
+    flat_RQ: Tensor
     reports: dict[str, list[RunReport]]
 
     def values(self, run: str) -> list[dict[str, float | None]]:
@@ -89,7 +89,7 @@ def train(setup: grid.Setup, runs: Sequence[RunSpec], world: World = ALONE) -> T
         for _, of_step in step.optimizer_steps:
             for report in of_step:
                 reports[report.run.name].append(report)
-    return Trained(trainer, trainer.weights.flat_RP, reports)
+    return Trained(trainer, trainer.weights.flat_RQ, reports)
 
 
 def largest_difference(a: Sequence[Mapping[str, float | None]], b: Sequence[Mapping[str, float | None]]) -> float:
@@ -119,7 +119,7 @@ def main(output: Path) -> None:
             continue
         setup = setup_of(**RECIPES[recipe], **CUTS[cut], dp=dp, cp=cp, layout_records=False)
         done = train(setup, runs_of(setup), worlds[dp * cp])
-        spread = [float((other - done.flat_RP).abs().max()) for other in worlds[dp * cp].tensors(done.flat_RP)]
+        spread = [float((other - done.flat_RQ).abs().max()) for other in worlds[dp * cp].tensors(done.flat_RQ)]
         if world.is_root:
             against = _against(done, base.setdefault(recipe, done))
             found.append({"recipe": recipe, "cut": cut, "layout": layout, "ranks": max(spread), **against})
@@ -139,9 +139,9 @@ def _against(done: Trained, base: Trained) -> dict[str, Any]:
     """How far each mode's parameters are from those of one rank, and how far those are from where they began."""
     start_P = torch.cat([value.flatten() for value in done.trainer.reference.values()])
     return {
-        "parameters": dict(zip(MODES, (done.flat_RP - base.flat_RP).abs().amax(1).tolist(), strict=True)),
-        "moved": (base.flat_RP - start_P).abs().amax(1).min().item(),
-        "apart": (base.flat_RP[1:] - base.flat_RP[:1]).abs().amax(1).min().item(),
+        "parameters": dict(zip(MODES, (done.flat_RQ - base.flat_RQ).abs().amax(1).tolist(), strict=True)),
+        "moved": (base.flat_RQ - start_P).abs().amax(1).min().item(),
+        "apart": (base.flat_RQ[1:] - base.flat_RQ[:1]).abs().amax(1).min().item(),
         "metrics": max(largest_difference(done.values(run), base.values(run)) for run in base.reports),
     }
 

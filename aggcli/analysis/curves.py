@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import optimize, stats
 
-from aggcli.analysis.sigmoid import EXPONENTS, Floats, Grid, Parameters, Search, adapted_grid, grid_search, sigmoid, slopes
+from aggcli.analysis.sigmoid import EXPONENTS, CurveParameters, Floats, Grid, Search, adapted_grid, grid_search, sigmoid, slopes
 from aggcli.analysis.statistics import CONFIDENCE, Interval
 from aggcli.measurement.words import plural
 
@@ -135,14 +135,14 @@ def _rises(R: Floats) -> bool:
     return bool(stats.ttest_ind_from_stats(*moments[0], *moments[1], equal_var=False, alternative="greater").pvalue < 0.05)
 
 
-def _polished(C: Floats, R: Floats, search: Search, start: float | None) -> tuple[Parameters, float]:
+def _polished(C: Floats, R: Floats, search: Search, start: float | None) -> tuple[CurveParameters, float]:
     """The free fit that starts from the best cell, and its sum of squares; the cell itself where it finds nothing better."""
     best = search.best
     columns = slice(None, 4 if start is None else 3)
 
-    def at(p: Floats) -> Parameters:
+    def at(p: Floats) -> CurveParameters:
         base = float(p[3]) if start is None else start
-        return Parameters(base, float(p[0]), math.exp(min(p[1], 30.0)), math.exp(min(p[2], 700.0)))
+        return CurveParameters(base, float(p[0]), math.exp(min(p[1], 30.0)), math.exp(min(p[2], 700.0)))
 
     found = optimize.least_squares(
         lambda p: sigmoid(C, *at(p)) - R,
@@ -156,7 +156,7 @@ def _polished(C: Floats, R: Floats, search: Search, start: float | None) -> tupl
     return at(found.x), 2 * float(found.cost)
 
 
-def _curve(C: Floats, found: Parameters, squares: float, options: FitOptions) -> Curve:
+def _curve(C: Floats, found: CurveParameters, squares: float, options: FitOptions) -> Curve:
     free, n = 4 if options.start is None else 3, len(C)
     residual = math.sqrt(squares / (n - free))
     by = slopes(C, found)[:, :free]

@@ -16,7 +16,7 @@ from scipy import optimize
 
 from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
 from aggcli.analysis.histories import AXES, History, with_labels
-from aggcli.analysis.sigmoid import Floats, Parameters, sigmoid, slopes
+from aggcli.analysis.sigmoid import CurveParameters, Floats, sigmoid, slopes
 from aggcli.analysis.statistics import SHARE, Interval, PairedTest, geometric_interval, holm, interval, paired_test
 
 
@@ -124,7 +124,7 @@ def efficiency(
 
 def common_asymptote(
     fitted: Sequence[FittedRun], axis: str, measure: str, options: FitOptions = FitOptions()
-) -> tuple[float, list[Parameters]]:
+) -> tuple[float, list[CurveParameters]]:
     """The A under which all these runs together fit best (least squares over all points), each with its own B, C_mid and R_0.
 
     Starts from the runs' own fits; refused runs are left aside. Returns A and the parameters of each of the others.
@@ -137,10 +137,10 @@ def common_asymptote(
     for curve in own:
         first += [math.log(curve.exponent.mean), math.log(curve.midpoint.mean), curve.start][:free]
 
-    def at(p: Floats, run: int) -> Parameters:
+    def at(p: Floats, run: int) -> CurveParameters:
         log_B, log_mid, *base = p[1 + free * run : 1 + free * (run + 1)]
         start = float(base[0]) if options.start is None else options.start
-        return Parameters(start, float(p[0]), math.exp(min(log_B, 30.0)), math.exp(min(log_mid, 700.0)))
+        return CurveParameters(start, float(p[0]), math.exp(min(log_B, 30.0)), math.exp(min(log_mid, 700.0)))
 
     def residuals(p: Floats) -> Floats:
         return np.concatenate([sigmoid(C, *at(p, run)) - R for run, (C, R) in enumerate(data)])

@@ -23,7 +23,7 @@ EXPONENTS = (0.05, 20.0)
 _TINY = 1e-300
 
 
-class Parameters(NamedTuple):
+class CurveParameters(NamedTuple):
     """R_0, A, B and C_mid."""
 
     start: float
@@ -50,15 +50,17 @@ class Search:
     starts: Floats = field(repr=False)
 
     @property
-    def best(self) -> Parameters:
+    def best(self) -> CurveParameters:
         """The parameters of the best cell."""
         i, j = np.unravel_index(int(self.squares.argmin()), self.squares.shape)
         return self.cell(int(i), int(j))
 
-    def cell(self, i: int, j: int) -> Parameters:
+    def cell(self, i: int, j: int) -> CurveParameters:
         """The parameters of cell (i, j)."""
         exponent = math.exp(self.log_exponents[i, j])
-        return Parameters(float(self.starts[i, j]), float(self.grid.asymptotes[i]), exponent, float(self.grid.midpoints[j]))
+        return CurveParameters(
+            float(self.starts[i, j]), float(self.grid.asymptotes[i]), exponent, float(self.grid.midpoints[j])
+        )
 
 
 def sigmoid(compute: ArrayLike, start: float, asymptote: float, exponent: float, midpoint: float) -> Floats:
@@ -114,7 +116,7 @@ def grid_search(C: Floats, R: Floats, grid: Grid, start: float | None = None, ro
     return best
 
 
-def slopes(C: Floats, at: Parameters) -> Floats:
+def slopes(C: Floats, at: CurveParameters) -> Floats:
     """Slopes of R_C by A, ln B, ln C_mid and R_0, [points, 4]."""
     log_C = _log(C)
     share = _share(log_C, math.log(at.midpoint), at.exponent)

@@ -18,8 +18,8 @@ from aggcli.auditing.frozen import (
     batch_of,
     built_in_batch,
     freeze,
-    layouts_of,
     schedule_of,
+    scheduled_layouts,
 )
 from aggcli.auditing.reducers import ReducerRule, extract, reducer_rule, signature_of
 from aggcli.auditing.rules import AuditRule, CustomRule, NamedRule, rule_named
@@ -74,11 +74,11 @@ __all__ = [
     "diagnose",
     "extract",
     "freeze",
-    "layouts_of",
     "reducer_rule",
     "rule_loss",
     "rule_named",
     "schedule_of",
+    "scheduled_layouts",
     "signature_of",
     "smallest_counterexample",
 ]

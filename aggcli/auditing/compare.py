@@ -15,7 +15,7 @@ from aggcli.auditing.rules import AuditRule
 from aggcli.auditing.search import TOLERANCE, Counterexample, deviation, smallest_counterexample
 from aggcli.errors import AggcliError, SettingError
 
-Verdict = Literal["invariant", "varies", "not finite", "not compared", "not computed"]
+RuleVerdict = Literal["invariant", "varies", "not finite", "not compared", "not computed"]
 """What is said of a rule over the layouts that it was evaluated under; `not compared`: under one layout only."""
 
 
@@ -44,7 +44,7 @@ class RuleReport:
     """
 
     rule: str
-    verdict: Verdict
+    verdict: RuleVerdict
     total_weight: float | None = None
     effective_lr: float | None = None
     effective_cosine: float | None = None
@@ -174,7 +174,7 @@ def _report(
     return report, reference_T
 
 
-def _verdict(broken: bool, moved: bool, layouts: int) -> Verdict:
+def _verdict(broken: bool, moved: bool, layouts: int) -> RuleVerdict:
     if broken:
         return "not finite"
     if moved:

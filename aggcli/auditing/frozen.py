@@ -106,7 +106,7 @@ class AuditLayout:
     was_used: bool = False
 
 
-def layouts_of(frozen: FrozenBatch, texts: Sequence[str], **budget: Any) -> list[AuditLayout]:
+def scheduled_layouts(frozen: FrozenBatch, texts: Sequence[str], **budget: Any) -> list[AuditLayout]:
     """Schedules for `texts`: layouts as everywhere, or `recorded`.
 
     `budget`: `max_tokens`, `micro_batch_size` of layouts that name none. Raises `SettingError` for one that cannot be read.

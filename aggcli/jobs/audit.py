@@ -162,11 +162,11 @@ def _reducers(request: AuditRequest) -> tuple[list[AuditRule], dict[str, tuple[F
 
 def _audited(frozen: FrozenBatch, rules: Sequence[AuditRule], settings: RunConfig, search: bool) -> Audit:
     from aggcli.auditing import audit as compare
-    from aggcli.auditing import layouts_of
+    from aggcli.auditing import scheduled_layouts
 
     layout = settings.layout
     budget = {"max_tokens": layout.max_tokens_per_gpu, "micro_batch_size": layout.micro_batch_size}
-    return compare(frozen, rules, layouts_of(frozen, _layout_texts(frozen, settings), **budget), search=search)
+    return compare(frozen, rules, scheduled_layouts(frozen, _layout_texts(frozen, settings), **budget), search=search)
 
 
 def _layout_texts(frozen: FrozenBatch, settings: RunConfig) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aggcli.rules import Rule
     from aggcli.run_writer import RunWriter
     from aggcli.team import Team
-    from aggcli.training.loop import Diverged, TrainedStep, Trainer
+    from aggcli.training.loop import BrokenRun, TrainedStep, Trainer
     from aggcli.training.stack import RunSpec
     from aggcli.world import World
 
@@ -374,7 +374,7 @@ def _stop_requested(place: Place) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _diverged(ended: Sequence[Diverged], writers: dict[str, RunWriter]) -> list[str]:
+def _diverged(ended: Sequence[BrokenRun], writers: dict[str, RunWriter]) -> list[str]:
     """What is to be said of runs that diverged; their manifests keep it."""
     texts = []
     for gone in ended:

@@ -10,7 +10,7 @@ import torch
 from aggcli.layout.views import GlobalView
 from aggcli.measurement.local import is_correct
 from aggcli.measurement.report import Values
-from aggcli.objective.advantages import Rollouts, distinct_rollouts, group_statistics
+from aggcli.objective.advantages import DistinctRollouts, distinct_rollouts, group_statistics
 from aggcli.rollouts.batch import NO_GROUP, group_of_rollout
 
 
@@ -49,7 +49,7 @@ def _std(reward_G: torch.Tensor) -> float | None:
     return float(reward_G.std()) if reward_G.numel() > 1 else None
 
 
-def correct_per_group(rollouts: Rollouts, threshold: float) -> torch.Tensor:
+def correct_per_group(rollouts: DistinctRollouts, threshold: float) -> torch.Tensor:
     """Correct rollouts of each prompt group, int64 [P]."""
     grouped_G = rollouts.group_G != NO_GROUP
     correct_G = is_correct(rollouts.reward_G, threshold)[grouped_G].long()

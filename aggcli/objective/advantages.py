@@ -17,7 +17,7 @@ _EQUAL = 1e-6
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class DistinctRollouts:
     """One entry per distinct rollout (not per training sample): its reward (NaN = unscored) and its prompt group."""
 
     reward_G: Tensor
@@ -38,13 +38,13 @@ class Groups:
     flat_P: Tensor
 
 
-def distinct_rollouts(reward_S: Tensor, rollout_S: Tensor, group_S: Tensor) -> Rollouts:
+def distinct_rollouts(reward_S: Tensor, rollout_S: Tensor, group_S: Tensor) -> DistinctRollouts:
     """Collapse the training samples of a fan-out into their rollout; groups come from group_index, never from position."""
     first_S = is_first(rollout_S)
-    return Rollouts(reward_S[first_S], group_of_rollout(group_S, rollout_S)[first_S])
+    return DistinctRollouts(reward_S[first_S], group_of_rollout(group_S, rollout_S)[first_S])
 
 
-def group_statistics(rollouts: Rollouts) -> Groups:
+def group_statistics(rollouts: DistinctRollouts) -> Groups:
     """Count, mean and spread of the rewards of each group; groups may be uneven."""
     counted_G = (rollouts.group_G != NO_GROUP) & ~rollouts.reward_G.isnan()
     reward_G, group_G = rollouts.reward_G[counted_G], rollouts.group_G[counted_G]

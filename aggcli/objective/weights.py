@@ -3,8 +3,6 @@
 `loss = sum_t w_t * l_t` over all response tokens of one optimizer step. Weights are made once per optimizer step, before the
 step is cut into ranks, micro-batches and context-parallel slices; each piece then only sums, and only sums cross ranks. So a
 rule whose counts are the whole step's cannot be changed by a layout.
-
-Axis letters: S samples of the step, T response tokens flat.
 """
 
 from __future__ import annotations

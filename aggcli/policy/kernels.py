@@ -1,8 +1,4 @@
-"""The three operations of a block whose generic forms are slow at a width of 64, with their backward passes by hand.
-
-Axis letters: R runs, T tokens flat, D width, X = 3 * D, M MLP width, H heads, d = D / H, P prompt positions, K keys,
-n = R * rows * H flat, L query positions.
-"""
+"""The three operations of a block whose generic forms are slow at a width of 64, with their backward passes by hand."""
 
 from __future__ import annotations
 
@@ -78,7 +74,7 @@ class Piece(Protocol):
     def prompt_N(self) -> Tensor: ...
 
 
-class Layout(Protocol):
+class TokenLayout(Protocol):
     """A flat list of tokens: `prompts` of `prompt_length`, then the rows of each piece."""
 
     @property
@@ -97,7 +93,7 @@ class PackedAttention(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, qkv_RTX: Tensor, layout: Layout, heads: int) -> Tensor:
+    def forward(ctx: Any, qkv_RTX: Tensor, layout: TokenLayout, heads: int) -> Tensor:
         R, T, X = qkv_RTX.shape
         out_RTD = qkv_RTX.new_empty(R, T, X // 3)
         ctx.layout, ctx.heads, ctx.shape = layout, heads, qkv_RTX.shape
@@ -147,7 +143,7 @@ class PackedAttention(Function):
         return grad_qkv, None, None
 
 
-def _pieces(layout: Layout) -> list[tuple[int, int, int, Tensor | None]]:
+def _pieces(layout: TokenLayout) -> list[tuple[int, int, int, Tensor | None]]:
     """(rows, length, first token, prompt of each row) of the prompts themselves and of each bin."""
     found: list[tuple[int, int, int, Tensor | None]] = [(layout.prompts, layout.prompt_length, 0, None)]
     first = layout.prompts * layout.prompt_length

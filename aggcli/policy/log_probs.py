@@ -1,8 +1,4 @@
-"""Log-probabilities of responses: the forward pass that training differentiates.
-
-Axis letters: R runs, B rows, L positions of prompt and response, C response positions (columns), G distinct prompts,
-P prompt positions, T flat tokens, V vocabulary, D width.
-"""
+"""Log-probabilities of responses: the forward pass that training differentiates."""
 
 from __future__ import annotations
 
@@ -70,8 +66,8 @@ def packed_log_probs(
     last_RTD = body(parameters, config, x_RTD, lambda _, qkv_RTX: call(PackedAttention, qkv_RTX, packing, config.heads))
     G, P = packing.prompts, packing.prompt_length
     prompt_RTD, response_RTD = last_RTD.split([G * P, last_RTD.shape[1] - G * P], 1)
-    prompt_RGD = prompt_RTD.unflatten(1, (G, P))[:, :, -1]
-    log_probs_RVT = _log_softmax(parameters, torch.cat([prompt_RGD, response_RTD], 1), temperature)
+    prompt_RPD = prompt_RTD.unflatten(1, (G, P))[:, :, -1]
+    log_probs_RVT = _log_softmax(parameters, torch.cat([prompt_RPD, response_RTD], 1), temperature)
     shape, at_RBC, places = packing.target_RBC.shape, packing.predicted_at_RBC, log_probs_RVT.shape[-1]
     index_RN = (packing.target_RBC * places + at_RBC).flatten(1)
     log_prob_RBC = log_probs_RVT.flatten(1).gather(1, index_RN).view(shape)

@@ -6,9 +6,6 @@ The linear layers of a transformer do not care which row a token stands in, so a
 
 A bin holds the rows of similar response length, padded to its longest; only attention looks at bins. Prompts shared by the
 rows of a group are read once. The last token of a response is never read, since nothing is predicted from it.
-
-Axis letters: R runs, B rows, G distinct prompts, P prompt positions, L positions of prompt and response, C response
-positions (columns), T tokens of the flat list, b rows of one bin.
 """
 
 from __future__ import annotations
@@ -66,14 +63,14 @@ def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor) -> Packing:
     tokens = tokens_RBL.cpu().numpy()
     length = length_RB.cpu().numpy()
     R, B, L = tokens.shape
-    prompts_RGP, prompt_RB = _distinct_prompts(tokens[:, :, :prompt_length])
-    G = prompts_RGP.shape[1]
+    prompts_RPL, prompt_RB = _distinct_prompts(tokens[:, :, :prompt_length])
+    G = prompts_RPL.shape[1]
     read_RB = np.maximum(length - 1, 0)
     order_RB = read_RB.argsort(-1, kind="stable")
     sorted_RB = np.take_along_axis(read_RB, order_RB, -1)
     C = max(int(length.max(initial=0)), 1)
     flat_R1 = np.arange(R)[:, None]
-    parts, places, bins = [prompts_RGP.reshape(R, -1)], [np.tile(np.arange(prompt_length), (R, G))], []
+    parts, places, bins = [prompts_RPL.reshape(R, -1)], [np.tile(np.arange(prompt_length), (R, G))], []
     at_RBC = np.zeros((R, B, C), np.int64)
     at_RBC[:, :, 0] = prompt_RB
     filled = G
@@ -105,12 +102,12 @@ def _tensor(array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _distinct_prompts(prompt_RBP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _distinct_prompts(prompt_RBL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct prompts of each run, padded to the run that has most by repeating its first, and each row's."""
-    found = [np.unique(prompt_BP, axis=0, return_inverse=True) for prompt_BP in prompt_RBP]
+    found = [np.unique(prompt_BL, axis=0, return_inverse=True) for prompt_BL in prompt_RBL]
     most = max(len(prompts) for prompts, _ in found)
-    prompts_RGP = np.stack([np.concatenate([prompts, prompts[:1].repeat(most - len(prompts), 0)]) for prompts, _ in found])
-    return prompts_RGP, np.stack([inverse.reshape(-1) for _, inverse in found])
+    prompts_RPL = np.stack([np.concatenate([prompts, prompts[:1].repeat(most - len(prompts), 0)]) for prompts, _ in found])
+    return prompts_RPL, np.stack([inverse.reshape(-1) for _, inverse in found])
 
 
 def _cuts(longest_B: np.ndarray) -> list[tuple[int, int]]:

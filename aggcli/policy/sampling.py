@@ -2,9 +2,6 @@
 
 One uniform number per (sample, position) decides each token through the inverse of the cumulative distribution, so the
 noise of a sample does not depend on its place in a batch, a stack or a rank, nor on which other samples have finished.
-
-Axis letters: R runs, G prompts, B rows (B is a multiple of G), P prompt positions, L response positions, V vocabulary,
-D width, H heads, d = D / H, X = 3 * D, N = R * rows still in the batch, flat.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ def uniforms(seed: int, step: int, first: int, count: int, length: int) -> Tenso
 def sample(
     parameters: Parameters,
     config: PolicyConfig,
-    prompts_RGP: Tensor,
+    prompts_RPL: Tensor,
     uniforms_RBL: Tensor,
     *,
     end_id: int,
@@ -73,7 +70,7 @@ def sample(
     parts = []
     with torch.inference_mode(), threads_for(config.width):
         for group in groups_of(len(uniforms_RBL), RUNS_AT_ONCE, parameters["head"].device):
-            decoder = _Decoder(run_of(parameters, group), config, prompts_RGP[group], uniforms_RBL[group], temperature)
+            decoder = _Decoder(run_of(parameters, group), config, prompts_RPL[group], uniforms_RBL[group], temperature)
             parts.append(_decoded(decoder, end_id, pad_id))
     return _joined(parts, pad_id)  # outside of inference mode: a gradient may be taken through what was drawn
 
@@ -119,10 +116,10 @@ class _Decoder:
     """
 
     def __init__(
-        self, parameters: Parameters, config: PolicyConfig, prompts_RGP: Tensor, uniforms_RBL: Tensor, temperature: float
+        self, parameters: Parameters, config: PolicyConfig, prompts_RPL: Tensor, uniforms_RBL: Tensor, temperature: float
     ) -> None:
         self.runs, self.rows, self.length = uniforms_RBL.shape
-        self.prompt_length = prompts_RGP.shape[-1]
+        self.prompt_length = prompts_RPL.shape[-1]
         check_length(config, self.prompt_length + self.length)
         device, dtype = parameters["head"].device, parameters["head"].dtype
         self.config, self.weights = config, _Weights.of(parameters, config, temperature)
@@ -136,11 +133,11 @@ class _Decoder:
         self.moved = 0  # tokens already at their place in the outputs
         self.tokens_LS = torch.zeros(self.length, self.runs * self.rows, dtype=torch.int64, device=device)
         self.log_probs_LS = torch.zeros(self.tokens_LS.shape, dtype=dtype, device=device)
-        self._prefill(parameters, prompts_RGP)
+        self._prefill(parameters, prompts_RPL)
 
-    def _prefill(self, parameters: Parameters, prompts_RGP: Tensor) -> None:
+    def _prefill(self, parameters: Parameters, prompts_RPL: Tensor) -> None:
         """Read each prompt once; its keys, values and next-token logits go to all rows of its group."""
-        R, G, P = prompts_RGP.shape
+        R, G, P = prompts_RPL.shape
         repeats = self.rows // G
         within_group = attend_rows(self.config, G)
         self.caches: list[Tensor] = []
@@ -152,10 +149,10 @@ class _Decoder:
             self.caches.append(cache.flatten(2, 3))
             return within_group(layer, qkv_RTX)
 
-        positions_RT = torch.arange(P, device=prompts_RGP.device).repeat(R, G)
-        x_RTD = embedded(parameters, prompts_RGP.reshape(R, G * P), positions_RT)
-        last_RGD = body(parameters, self.config, x_RTD, attend).view(R, G, P, -1)[:, :, -1]
-        self.logits_RVB = torch.bmm(self.weights.head.mT, _direction(last_RGD).mT).repeat_interleave(repeats, -1)
+        positions_RT = torch.arange(P, device=prompts_RPL.device).repeat(R, G)
+        x_RTD = embedded(parameters, prompts_RPL.reshape(R, G * P), positions_RT)
+        last_RPD = body(parameters, self.config, x_RTD, attend).view(R, G, P, -1)[:, :, -1]
+        self.logits_RVB = torch.bmm(self.weights.head.mT, _direction(last_RPD).mT).repeat_interleave(repeats, -1)
 
     def draw(self, t: int) -> Tensor:
         """The token of response position t of each row, by inverse CDF."""

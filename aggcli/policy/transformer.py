@@ -3,8 +3,6 @@
 Pre-norm blocks, learned positions, ReLU. The norms (RMS) have no gain: each is followed by a matrix that can hold it.
 Every matrix product is one batched product over [R, tokens, width] x [R, width, width'], and every layout of the tokens
 (padded rows, packed rows, one token of decoding, a context-parallel shard) is only another `attend`.
-
-Axis letters: R runs, B padded rows, L positions, T tokens flat, V vocabulary, D width, H heads, X = 3 * D.
 """
 
 from __future__ import annotations

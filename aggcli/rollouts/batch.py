@@ -1,11 +1,4 @@
-"""The batch type: ragged, flat, frozen, and checked once.
-
-Axis letters at the end of a tensor's name, used all over the project:
-
-    S  training samples of the batch        T  response tokens, flat, sample after sample
-    U  prompt and response tokens, flat     R  runs of a stack
-    G  rollouts (dense ids)                 P  prompt groups (dense ids)
-"""
+"""The batch type: ragged, flat, frozen, and checked once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rollouts drawn from a seed: the lengths, groups, fan-out and masks of real steps, without a model.
-
-Axis letters as in the batch type, and `K`: response tokens of the rollouts, flat, before the split into samples.
-"""
+"""Rollouts drawn from a seed: the lengths, groups, fan-out and masks of real steps, without a model."""
 
 from __future__ import annotations
 

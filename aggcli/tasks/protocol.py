@@ -1,7 +1,4 @@
-"""What a task is: prompts from a seed, a verifier, and demonstrations to warm-start a policy on.
-
-Axis letters: S samples, P prompt positions, L response positions, B demonstrations.
-"""
+"""What a task is: prompts from a seed, a verifier, and demonstrations to warm-start a policy on."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ EQUALS, FILLER, END, PAD = 10, 11, 12, 13
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """`tokens_SP` int64 ids, `answer_S` int64 the right digit of each."""
+    """`tokens_SL` int64 ids, `answer_S` int64 the right digit of each."""
 
-    tokens_SP: Tensor
+    tokens_SL: Tensor
     answer_S: Tensor
 
 

@@ -1,7 +1,4 @@
-"""The forward pass that a rank runs: whole rows, or its zig-zag share of each row with context parallelism.
-
-Axis letters: R runs, B rows, L positions, C response columns, W positions of one chunk, D width, H heads.
-"""
+"""The forward pass that a rank runs: whole rows, or its zig-zag share of each row with context parallelism."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from aggcli.policy.transformer import Parameters, stacked
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.checkpoint import Checkpoint
 from aggcli.training.report import Reporter, RunReport, not_reportable
-from aggcli.training.rollout import Rollouts, StepSource
+from aggcli.training.rollout import SampledRollouts, StepSource
 from aggcli.training.rows import optimizer_step_positions, rows_of_rank
 from aggcli.training.stack import Optimizer, RunSpec, weights_of
 from aggcli.training.step import Forward, Gradient, StepTokens, all_log_probs, step_gradient, step_tokens
@@ -27,7 +27,7 @@ from aggcli.world import World
 
 
 @dataclass(frozen=True)
-class Diverged:
+class BrokenRun:
     """A run whose numbers stopped being finite: it trains no further, and the others go on."""
 
     run: RunSpec
@@ -41,7 +41,7 @@ class TrainedStep:
 
     step: int
     optimizer_steps: list[tuple[int, list[RunReport]]]
-    diverged: list[Diverged]
+    diverged: list[BrokenRun]
     seconds: float
     tokens: int
 
@@ -64,10 +64,10 @@ class Trainer:
         self.sampler, self.forward, self.layout, self.reporter = sampler, forward, layout, reporter
         self.reference = {name: value.detach().clone() for name, value in initial.items()}
         self.weights = weights_of(stacked(initial, len(runs)))
-        self.optimizer = Optimizer(self.weights.flat_RP, [run.lr for run in runs], config.training)
+        self.optimizer = Optimizer(self.weights.flat_RQ, [run.lr for run in runs], config.training)
         self.step, self.optimizer_step = 0, 0
         self.broken: dict[str, str] = {}
-        self.gone: list[Diverged] = []
+        self.gone: list[BrokenRun] = []
 
     def steps(self) -> Iterator[TrainedStep]:
         """Train to the end, one rollout step at a time."""
@@ -83,12 +83,12 @@ class Trainer:
 
     def first_update(self) -> Tensor:
         """Take the first optimizer step, and give the 2-norm of each run's change of parameters, float64 [R]."""
-        before_RP = self.weights.flat_RP.clone()
+        before_RQ = self.weights.flat_RQ.clone()
         rollouts = self.sampler.step(self.runs, self.weights.parameters, self.step)
         next(self._optimizer_steps(rollouts))
-        return torch.linalg.vector_norm(self.weights.flat_RP - before_RP, dim=1, dtype=torch.float64)
+        return torch.linalg.vector_norm(self.weights.flat_RQ - before_RQ, dim=1, dtype=torch.float64)
 
-    def _optimizer_steps(self, rollouts: Rollouts) -> Iterator[tuple[int, list[RunReport]]]:
+    def _optimizer_steps(self, rollouts: SampledRollouts) -> Iterator[tuple[int, list[RunReport]]]:
         """Every optimizer step of a rollout batch: its parts, as often as --num-iterations says."""
         parts = optimizer_step_positions(rollouts.batch, len(self.runs), self.config.layout.global_batch_size)
         for rule in [run.rule for run in self.runs if run.rule.needs_groups][:1]:
@@ -127,7 +127,7 @@ class Trainer:
             self.forward, self.weights.parameters, rows, step, tokens_SL, _as(given, self._dtype), objective, self.world
         )
         stepping_R = self._stepping(step, found)
-        norm_R = self.optimizer.step(self.weights.flat_RP, found.gradient_RP, stepping_R.to(found.gradient_RP.device))
+        norm_R = self.optimizer.step(self.weights.flat_RQ, found.gradient_RQ, stepping_R.to(found.gradient_RQ.device))
         self.weights.refresh()
         for name, what in not_reportable(step, self.runs, given, found).items():
             self.broken.setdefault(name, what)
@@ -150,14 +150,14 @@ class Trainer:
         return training.layout_records and due
 
     def _stepping(self, step: RolloutBatch, found: Gradient) -> Tensor:
-        finite_R = _all_finite(found.gradient_RP).cpu()
+        finite_R = _all_finite(found.gradient_RQ).cpu()
         for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
             if not finite:
                 self.broken.setdefault(run.name, "its gradient is not finite")
         tokens_R = torch.zeros(len(self.runs), dtype=torch.int64).index_add_(0, step.run_S, step.mask_sum_S())
         return finite_R & (tokens_R > 0)
 
-    def _sampled(self, rollouts: Rollouts) -> list[Values]:
+    def _sampled(self, rollouts: SampledRollouts) -> list[Values]:
         return [
             {"groups_generated": generated, "groups_kept": kept}
             for generated, kept in zip(rollouts.generated_R, rollouts.kept_R, strict=True)
@@ -165,11 +165,11 @@ class Trainer:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return self.weights.flat_RP.dtype
+        return self.weights.flat_RQ.dtype
 
     # -- other policies ---------------------------------------------------------------------------------------------
 
-    def _log_probs(self, parameters: Parameters, rollouts: Rollouts) -> Tensor:
+    def _log_probs(self, parameters: Parameters, rollouts: SampledRollouts) -> Tensor:
         rows = rows_of_rank(rollouts.batch, len(self.runs), self.layout, self.world)
         return all_log_probs(self.forward, parameters, rows, rollouts.batch, rollouts.tokens_SL, self.world)
 
@@ -181,14 +181,14 @@ class Trainer:
 
     # -- runs that end early ----------------------------------------------------------------------------------------
 
-    def _drop_diverged(self) -> list[Diverged]:
+    def _drop_diverged(self) -> list[BrokenRun]:
         """Drop the runs whose gradient or parameters are not finite, before they are sampled from again."""
-        finite_R = _all_finite(self.weights.flat_RP).cpu()
+        finite_R = _all_finite(self.weights.flat_RQ).cpu()
         for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
             if not finite:
                 self.broken.setdefault(run.name, "its parameters are not finite")
         fine = torch.tensor([run.name not in self.broken for run in self.runs])
-        gone = [Diverged(run, self.step, self.broken[run.name]) for run in self.runs if run.name in self.broken]
+        gone = [BrokenRun(run, self.step, self.broken[run.name]) for run in self.runs if run.name in self.broken]
         if gone:
             self.keep(fine.nonzero().flatten())
             self.gone += gone
@@ -207,25 +207,25 @@ class Trainer:
         tensors = {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
         names = [run.name for run in self.runs]
         gone = {one.run.name: (one.step, one.what) for one in self.gone}
-        return Checkpoint(self.step, self.optimizer_step, names, gone, {"parameters": self.weights.flat_RP, **tensors})
+        return Checkpoint(self.step, self.optimizer_step, names, gone, {"parameters": self.weights.flat_RQ, **tensors})
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint of the same settings."""
         names = [run.name for run in self.runs]
-        self.gone = [Diverged(self.runs[names.index(name)], *when) for name, when in checkpoint.gone.items()]
+        self.gone = [BrokenRun(self.runs[names.index(name)], *when) for name, when in checkpoint.gone.items()]
         self.keep(torch.tensor([names.index(name) for name in checkpoint.runs], dtype=torch.int64))
-        device = self.weights.flat_RP.device
-        self.weights.flat_RP.copy_(checkpoint.tensors["parameters"])
+        device = self.weights.flat_RQ.device
+        self.weights.flat_RQ.copy_(checkpoint.tensors["parameters"])
         self.weights.refresh()
         state = {name.removeprefix("optimizer."): value for name, value in checkpoint.tensors.items() if "." in name}
         self.optimizer.load({name: value.to(device) for name, value in state.items()})
         self.step, self.optimizer_step = checkpoint.step, checkpoint.optimizer_step
 
 
-def _all_finite(value_RP: Tensor) -> Tensor:
+def _all_finite(value_RQ: Tensor) -> Tensor:
     """Whether every number of a run is finite [R]: the sum of their squares is, in float64, unless it overflows."""
-    finite_R = torch.isfinite(torch.linalg.vector_norm(value_RP, dim=1, dtype=torch.float64))
-    return finite_R if finite_R.all() else torch.isfinite(value_RP).all(1)
+    finite_R = torch.isfinite(torch.linalg.vector_norm(value_RQ, dim=1, dtype=torch.float64))
+    return finite_R if finite_R.all() else torch.isfinite(value_RQ).all(1)
 
 
 def _at(batch: RolloutBatch, positions: Tensor, value_T: Tensor | None) -> Tensor | None:

@@ -20,7 +20,7 @@ from aggcli.objective.step import with_advantages
 from aggcli.policy.log_probs import response_log_probs
 from aggcli.policy.transformer import Parameters, PolicyConfig
 from aggcli.rollouts.batch import RolloutBatch, is_first
-from aggcli.training.rollout import Rollouts
+from aggcli.training.rollout import SampledRollouts
 from aggcli.training.stack import RunSpec
 
 
@@ -84,7 +84,7 @@ class RecordedSampler:
 
     recorded: Recorded
 
-    def step(self, runs: Sequence[RunSpec], parameters: Parameters, step: int) -> Rollouts:
+    def step(self, runs: Sequence[RunSpec], parameters: Parameters, step: int) -> SampledRollouts:
         """The rollouts of a step, once for each run, run after run."""
         batch = self.recorded.batches[step]
         count, samples = len(runs), batch.num_samples
@@ -100,7 +100,7 @@ class RecordedSampler:
             notes=(),
         )
         kept = int(is_first(batch.group_S[batch.group_S >= 0]).sum())
-        return Rollouts(stacked, padded_tokens(stacked), [self.recorded.generated[step]] * count, [kept] * count)
+        return SampledRollouts(stacked, padded_tokens(stacked), [self.recorded.generated[step]] * count, [kept] * count)
 
 
 def padded_tokens(batch: RolloutBatch) -> Tensor:

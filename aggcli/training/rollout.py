@@ -1,8 +1,4 @@
-"""Sampling one rollout step for every run of a stack, and judging it: prompts, responses, rewards, advantages.
-
-Axis letters: R runs, G prompts of a run, B rows of a run (B = G * rollouts per prompt), P prompt positions, L response
-positions, S samples of the whole stack, run after run.
-"""
+"""Sampling one rollout step for every run of a stack, and judging it: prompts, responses, rewards, advantages."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from aggcli.world import World
 
 
 @dataclass(frozen=True, eq=False)
-class Rollouts:
+class SampledRollouts:
     """One rollout step of a stack.
 
     `batch`: the samples, run after run, with their advantages; `tokens_SL`: prompt and response ids, right-padded;
@@ -42,7 +38,7 @@ class Rollouts:
 class _Round:
     """One round of sampling: rows [R, B, ...] with their rewards; `first`: the index of the round's first prompt."""
 
-    prompts_RBP: Tensor
+    prompts_RBL: Tensor
     tokens_RBL: Tensor
     length_RB: Tensor
     log_probs_RBL: Tensor
@@ -53,7 +49,7 @@ class _Round:
 class StepSource(Protocol):
     """Where a trainer's rollouts come from: sampled, or recorded by somebody else."""
 
-    def step(self, runs: Sequence[RunSpec], parameters: Parameters, step: int) -> Rollouts:
+    def step(self, runs: Sequence[RunSpec], parameters: Parameters, step: int) -> SampledRollouts:
         """The rollouts of a step, for every run of the stack."""
         ...
 
@@ -69,7 +65,7 @@ class Sampler:
     response_limit: int
     world: World
 
-    def step(self, runs: Sequence[RunSpec], parameters: Parameters, step: int) -> Rollouts:
+    def step(self, runs: Sequence[RunSpec], parameters: Parameters, step: int) -> SampledRollouts:
         """Sample, judge and, with dynamic sampling, refill until every run has its groups or the bound is reached."""
         training = self.config.training
         wanted = training.rollout_batch_size
@@ -79,21 +75,21 @@ class Sampler:
         most = training.dynamic_sampling_rounds if training.dynamic_sampling else 1
         while len(rounds) < most and any(len(groups) < wanted for groups in kept):
             done = self._round(runs, parameters, step, len(rounds))
-            usable_RG = self._usable(done.reward_RB)
+            usable_RP = self._usable(done.reward_RB)
             for run, groups in enumerate(kept):
                 if len(groups) < wanted:
                     generated[run] += wanted
-                    new = usable_RG[run].nonzero().flatten().tolist()
+                    new = usable_RP[run].nonzero().flatten().tolist()
                     groups += [(len(rounds), group) for group in new[: wanted - len(groups)]]
             rounds.append(done)
         return self._assembled(rounds, kept, generated)
 
     def _usable(self, reward_RB: Tensor) -> Tensor:
         """Groups [R, G] to train on: all, or with dynamic sampling those of unequal rewards."""
-        reward_RGN = reward_RB.view(reward_RB.shape[0], -1, self.config.training.n_samples_per_prompt)
+        reward_RPN = reward_RB.view(reward_RB.shape[0], -1, self.config.training.n_samples_per_prompt)
         if not self.config.training.dynamic_sampling:
-            return torch.ones(reward_RGN.shape[:2], dtype=torch.bool)
-        return ~are_equal(reward_RGN.amin(-1), reward_RGN.amax(-1))
+            return torch.ones(reward_RPN.shape[:2], dtype=torch.bool)
+        return ~are_equal(reward_RPN.amin(-1), reward_RPN.amax(-1))
 
     def _round(self, runs: Sequence[RunSpec], parameters: Parameters, step: int, number: int) -> _Round:
         training = self.config.training
@@ -101,14 +97,14 @@ class Sampler:
         seeds = list(dict.fromkeys(run.seed for run in runs))
         row_of_run = torch.tensor([seeds.index(run.seed) for run in runs])
         drawn = [self.task.prompts(seed, step, G, first=number * G) for seed in seeds]
-        prompts_RGP = torch.stack([prompts.tokens_SP for prompts in drawn])[row_of_run]
-        answer_RG = torch.stack([prompts.answer_S for prompts in drawn])[row_of_run]
+        prompts_RPL = torch.stack([prompts.tokens_SL for prompts in drawn])[row_of_run]
+        answer_RP = torch.stack([prompts.answer_S for prompts in drawn])[row_of_run]
         noise = [uniforms(seed, step, number * G * n, G * n, self.response_limit) for seed in seeds]
         noise_RBL = torch.stack(noise)[row_of_run]
-        sampled = self._sampled(parameters, prompts_RGP, noise_RBL)
-        reward_RB, _ = self.task.verify(answer_RG.repeat_interleave(n, 1), sampled.tokens_RBL, sampled.length_RB)
+        sampled = self._sampled(parameters, prompts_RPL, noise_RBL)
+        reward_RB, _ = self.task.verify(answer_RP.repeat_interleave(n, 1), sampled.tokens_RBL, sampled.length_RB)
         return _Round(
-            prompts_RGP.repeat_interleave(n, 1),
+            prompts_RPL.repeat_interleave(n, 1),
             sampled.tokens_RBL,
             sampled.length_RB,
             sampled.log_probs_RBL,
@@ -116,17 +112,17 @@ class Sampler:
             reward_RB,
         )
 
-    def _sampled(self, parameters: Parameters, prompts_RGP: Tensor, noise_RBL: Tensor) -> Sampled:
+    def _sampled(self, parameters: Parameters, prompts_RPL: Tensor, noise_RBL: Tensor) -> Sampled:
         """Each rank samples its own prompts; everyone receives all responses, on the CPU."""
         n, device = self.config.training.n_samples_per_prompt, parameters["head"].device
-        bounds = [rank * prompts_RGP.shape[1] // self.world.size for rank in range(self.world.size + 1)]
+        bounds = [rank * prompts_RPL.shape[1] // self.world.size for rank in range(self.world.size + 1)]
         start, end = bounds[self.world.rank], bounds[self.world.rank + 1]
         mine = None
         if end > start:
             drawn = sample(
                 parameters,
                 self.policy,
-                prompts_RGP[:, start:end].to(device),
+                prompts_RPL[:, start:end].to(device),
                 noise_RBL[:, start * n : end * n].to(device),
                 end_id=self.task.end_id,
                 pad_id=self.task.pad_id,
@@ -146,7 +142,7 @@ class Sampler:
 
     # -- assembling -------------------------------------------------------------------------------------------------
 
-    def _assembled(self, rounds: list[_Round], kept: list[list[tuple[int, int]]], generated: list[int]) -> Rollouts:
+    def _assembled(self, rounds: list[_Round], kept: list[list[tuple[int, int]]], generated: list[int]) -> SampledRollouts:
         n, B = self.config.training.n_samples_per_prompt, rounds[0].length_RB.shape[1]
         longest = max(done.tokens_RBL.shape[-1] for done in rounds)
         rows = [
@@ -162,19 +158,19 @@ class Sampler:
 
         response_SL = joined([_padded(done.tokens_RBL, longest, self.task.pad_id) for done in rounds])
         log_probs_SL = joined([_padded(done.log_probs_RBL, longest, 0.0) for done in rounds])
-        prompts_SP = joined([done.prompts_RBP for done in rounds])
+        prompts_SL = joined([done.prompts_RBL for done in rounds])
         length_S = joined([done.length_RB for done in rounds])
         run_S = torch.repeat_interleave(torch.arange(len(kept)), torch.tensor([len(groups) * n for groups in kept]))
         batch = self._batch(
             run_S,
             length_S,
-            prompts_SP.shape[1],
+            prompts_SL.shape[1],
             joined([done.reward_RB for done in rounds]),
             log_probs_SL[torch.arange(longest) < length_S[:, None]],
             joined([done.truncated_RB for done in rounds]),
         )
-        tokens_SL = torch.cat([prompts_SP, response_SL], 1)
-        return Rollouts(batch, tokens_SL, generated, [len(groups) for groups in kept])
+        tokens_SL = torch.cat([prompts_SL, response_SL], 1)
+        return SampledRollouts(batch, tokens_SL, generated, [len(groups) for groups in kept])
 
     def _batch(
         self, run_S: Tensor, length_S: Tensor, prompt_length: int, reward_S: Tensor, log_probs_T: Tensor, truncated_S: Tensor

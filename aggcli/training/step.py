@@ -1,8 +1,4 @@
-"""One optimizer step of a stack: weights for the whole step first, then each rank's own rows, then one sum.
-
-Axis letters: R runs, B rows of a run on this rank, C response columns, S samples of the step, T response tokens flat, P numbers
-of a run's parameters.
-"""
+"""One optimizer step of a stack: weights for the whole step first, then each rank's own rows, then one sum."""
 
 from __future__ import annotations
 
@@ -52,10 +48,10 @@ class StepTokens:
 
 @dataclass(frozen=True, eq=False)
 class Gradient:
-    """`gradient_RP`: d loss / d parameters of each run, summed over ranks; `log_probs_T`, `entropy_T`: of the whole step;
+    """`gradient_RQ`: d loss / d parameters of each run, summed over ranks; `log_probs_T`, `entropy_T`: of the whole step;
     `own_log_probs_T`, `own_entropy_T`: as this rank has computed them, 0 at tokens that others compute."""
 
-    gradient_RP: Tensor
+    gradient_RQ: Tensor
     log_probs_T: Tensor
     entropy_T: Tensor
     own_log_probs_T: Tensor
@@ -131,7 +127,7 @@ def step_gradient(
     """
     device = parameters["head"].device
     runs, numbers = len(parameters["head"]), sum(value[0].numel() for value in parameters.values())
-    gradient_RP = parameters["head"].new_zeros(runs, numbers)  # of a rank without rows: nothing
+    gradient_RQ = parameters["head"].new_zeros(runs, numbers)  # of a rank without rows: nothing
     new_T = torch.zeros(2, step.loss_mask_T.numel(), dtype=torch.float64)
     for group in groups_of(runs, RUNS_AT_ONCE, device):
         own = {name: value[group].detach().requires_grad_() for name, value in parameters.items()}
@@ -142,21 +138,21 @@ def step_gradient(
             own_T = log_prob_RBC.flatten()[place]
             spread_T = entropy_RBC.flatten()[place]
             loss = _loss(own_T, spread_T, flat, step, given, objective, device)
-            _add_gradient(gradient_RP[group], loss, list(own.values()))
+            _add_gradient(gradient_RQ[group], loss, list(own.values()))
             new_T[0, flat] = own_T.detach().double().cpu()
             new_T[1, flat] = spread_T.detach().double().cpu()
-    world.add_up(gradient_RP)
+    world.add_up(gradient_RQ)
     whole_T = world.add_up(new_T.clone())
-    return Gradient(gradient_RP, *whole_T, *new_T)
+    return Gradient(gradient_RQ, *whole_T, *new_T)
 
 
-def _add_gradient(gradient_RP: Tensor, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+def _add_gradient(gradient_RQ: Tensor, loss: Tensor, leaves: Sequence[Tensor]) -> None:
     """Add d loss / d leaves to the flat gradient."""
     if not loss.requires_grad:  # no token of these runs in this micro-batch
         return
     start = 0
     for part in torch.autograd.grad(loss, leaves):
-        gradient_RP[:, start : start + part[0].numel()] += part.flatten(1)
+        gradient_RQ[:, start : start + part[0].numel()] += part.flatten(1)
         start += part[0].numel()
 
 

@@ -36,7 +36,7 @@ def trained(device: str, dtype: str, runs: int, steps: int) -> tuple[torch.Tenso
             torch.cuda.synchronize()
         told.append((done.seconds, done.tokens))
     matrices = sum(a * b for name, (a, b) in shapes(setup.policy).items() if name not in ("embedding", "position"))
-    return trainer.weights.flat_RP.cpu(), told, matrices
+    return trainer.weights.flat_RQ.cpu(), told, matrices
 
 
 def matmul_rate() -> float:

@@ -31,12 +31,12 @@ def step(task: Task, config: PolicyConfig, parameters: Parameters, number: int) 
     """Seconds of decoding and of training, on the clock and of processor time, and tokens drawn, all runs together."""
     runs, rows = parameters["head"].shape[0], PROMPTS * GROUP
     prompts = task.prompts(seed=0, step=number, count=PROMPTS)
-    prompts_RGP = prompts.tokens_SP.expand(runs, -1, -1)
+    prompts_RPL = prompts.tokens_SL.expand(runs, -1, -1)
     noise_RBL = torch.stack([uniforms(run, number, 0, rows, LIMIT) for run in range(runs)])
     marks = [(time.perf_counter(), time.process_time())]
-    sampled = sample(parameters, config, prompts_RGP, noise_RBL, end_id=task.end_id, pad_id=task.pad_id)
+    sampled = sample(parameters, config, prompts_RPL, noise_RBL, end_id=task.end_id, pad_id=task.pad_id)
     marks.append((time.perf_counter(), time.process_time()))
-    tokens_RBL = torch.cat([prompts_RGP.repeat_interleave(GROUP, 1), sampled.tokens_RBL], -1)
+    tokens_RBL = torch.cat([prompts_RPL.repeat_interleave(GROUP, 1), sampled.tokens_RBL], -1)
     train(task, config, parameters, tokens_RBL, sampled.length_RB)
     marks.append((time.perf_counter(), time.process_time()))
     (decode, decode_cpu), (train_, train_cpu) = [

@@ -100,7 +100,7 @@ def trl_process(model_folder: Path, steps: int, threads: int) -> None:
     torch.set_num_threads(threads)
     task = make_task("running-sum")
     prompts = task.prompts(SEED, 0, PROMPTS * steps)
-    questions = zip(prompts.tokens_SP, prompts.answer_S, strict=True)
+    questions = zip(prompts.tokens_SL, prompts.answer_S, strict=True)
     rows = [{"prompt": task.text(tokens), "answer": int(answer)} for tokens, answer in questions]
 
     def reward(completion_ids: list[list[int]], answer: list[int], **_: Any) -> list[float]:
