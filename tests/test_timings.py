@@ -17,7 +17,7 @@ from aggcli import grid
 from aggcli.analysis.curves import Curve, FitOptions
 from aggcli.analysis.efficiency import fit_runs
 from aggcli.analysis.histories import History, read_histories, read_history, shared_seconds
-from aggcli.analysis.sigmoid import Grid, CurveParameters, sigmoid
+from aggcli.analysis.sigmoid import CurveParameters, Grid, sigmoid
 from aggcli.errors import RecordError
 from aggcli.jobs import recording
 from aggcli.training import loop
