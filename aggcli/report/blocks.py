@@ -34,6 +34,7 @@ class BlockTable(Table):
         fold_names: bool = False,
     ) -> None:
         self.prose, self.whole, self.fold_names = prose, whole, fold_names
+        self.names_width: int | None = None
         super().__init__(
             box=box.SIMPLE_HEAD,
             pad_edge=False,
@@ -47,6 +48,9 @@ class BlockTable(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         every = range(len(self.columns))
+        if self.prose and len(every) == 2:  # sentences beside them would squeeze the names of the rows
+            names = [Measurement.get(console, options, cell).maximum for cell in self.columns[0].cells]
+            self.names_width = min(max(names, default=0), options.max_width * 3 // 8)
         wide, widths = ([self._width(at, console, options, narrow=narrow) for at in every] for narrow in (False, True))
         attempts = [(False, False), (True, False), *([(True, True)] if self.fold_names else [])]
         for narrow, fold in attempts:
@@ -85,7 +89,10 @@ class BlockTable(Table):
         own = [self.columns[at] for at in columns]
         for at, column in zip(columns, own, strict=True):
             ratio = 1 if table.expand and widths[at] else None
-            table.add_column(column.header, justify=column.justify, overflow="fold", width=widths[at], ratio=ratio)
+            least = self.names_width if at == 0 else None
+            table.add_column(
+                column.header, justify=column.justify, overflow="fold", width=widths[at], ratio=ratio, min_width=least
+            )
         for row, cells in zip(self.rows, zip(*(column.cells for column in own), strict=True), strict=True):
             table.add_row(*cells, end_section=row.end_section)
         return table
