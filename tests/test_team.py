@@ -283,4 +283,7 @@ def test_a_killed_member_ends_the_whole_within_seconds_and_the_stack_is_resumabl
     for run in json.loads((directory / "manifest.json").read_text())["runs"]:
         lines = records(directory / run / "metrics.jsonl")
         assert [line["step"] for line in lines] == list(range(done + 4))
-        assert _close(lines[:4], records(alone / run / "metrics.jsonl")[:4]) < 1e-10
+        whole = records(alone / run / "metrics.jsonl")[:4]
+        for line in [*lines, *whole]:  # evaluated where there is a checkpoint, which the two runs have at different steps
+            line.pop("layout_deviation")
+        assert _close(lines[:4], whole) < 1e-10

@@ -93,13 +93,13 @@ def train(setup: grid.Setup, runs: Sequence[RunSpec], world: World = ALONE) -> T
 
 
 def largest_difference(a: Sequence[Mapping[str, float | None]], b: Sequence[Mapping[str, float | None]]) -> float:
-    """Between two lists of metrics, absolute; infinite where only one has a number."""
+    """Between two lists of metrics, absolute; infinite where only one has a number. Micro-batches are the layout's own."""
     assert len(a) == len(b)
     worst = 0.0
     for left, right in zip(a, b, strict=True):
         assert left.keys() == right.keys(), left.keys() ^ right.keys()
-        for name, value in left.items():
-            other = right[name]
+        for name in left.keys() - {"micro_batches"}:
+            value, other = left[name], right[name]
             if value is None or other is None:
                 worst = max(worst, 0.0 if value is other else float("inf"))
             else:
