@@ -153,7 +153,8 @@ def _batch_table(head: Mapping[str, Any], steps: Sequence[Step], rule: str) -> T
         silent = name in _ONLY_WHEN_ANY and not any(_numbers(steps, rule, name))
         if wanted and not silent and name not in skip:
             unit = f" ({in_length_unit(metric.unit, _length_unit(head))})" if metric.unit in ("tokens", "nats") else ""
-            table.add_row(name + unit, _mean(steps, rule, name))
+            label = {"tokens": "trained {}", "response_tokens": "response {}"}.get(name, "").format(_length_unit(head))
+            table.add_row(label or name + unit, _mean(steps, rule, name))
     return table
 
 
