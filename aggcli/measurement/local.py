@@ -86,8 +86,8 @@ class Adding:
 
     def __init__(self, config: MeasureConfig) -> None:
         self.config = config
-        self._sums: dict[Key, Tensor] = {}
-        self._sizes: dict[Key, Tensor] = {}
+        self._sums: _Sums | None = None
+        self._sizes: _Sums | None = None
         self._maxima: dict[Key, Tensor] = {}
         self._correct_lengths: list[int] | None = None
         self._micro_batches = 0
@@ -95,11 +95,8 @@ class Adding:
     def add(self, view: LocalView) -> None:
         """Take in the next piece; the first of an idle rank is empty, and there must be one."""
         found, cells = contributions(view, self.config), view.num_micro_batches
-        whole_S = torch.zeros_like(view.micro_batch_S)
-        for key, column_S in found.sums.items():
-            _zeros(self._sums, key, cells, column_S).index_add_(0, view.micro_batch_S, column_S)
-        for key, column_S in found.sizes.items():
-            _zeros(self._sizes, key, 1, column_S).index_add_(0, whole_S, column_S)
+        self._sums = _added(self._sums, found.sums, view.micro_batch_S, cells)
+        self._sizes = _added(self._sizes, found.sizes, torch.zeros_like(view.micro_batch_S), 1)
         for key, column_S in found.maxima.items():
             most = column_S.max() if column_S.numel() else column_S.new_tensor(float("-inf"))
             self._maxima[key] = torch.maximum(self._maxima.get(key, most), most)
@@ -110,18 +107,36 @@ class Adding:
 
     def added(self) -> Partials:
         """The rank's contribution."""
-        sums = {key: math.fsum(sum_M.tolist()) for key, sum_M in self._sums.items()}
+        assert self._sums is not None
+        assert self._sizes is not None
+        sums = self._sums.by_key()
         sums[("micro_batches",)] = float(self._micro_batches)
-        sizes = {key: float(size) for key, size in self._sizes.items()}
+        sizes = self._sizes.by_key()
         maxima = {key: float(most) for key, most in self._maxima.items()}
         return Partials(sums, sizes, maxima, None if self._correct_lengths is None else sorted(self._correct_lengths))
 
 
-def _zeros(sums: dict[Key, Tensor], key: Key, cells: int, like_S: Tensor) -> Tensor:
-    """The sums of a key, float64 [cells]; zeros where it is new."""
-    if key not in sums:
-        sums[key] = torch.zeros(cells, dtype=torch.float64, device=like_S.device)
-    return sums[key]
+@dataclass(frozen=True)
+class _Sums:
+    """The sums of each key in each cell, float64 [K, cells]; one tensor, since a step of a small run has many keys of few
+    samples, and each operation costs more than what it adds."""
+
+    keys: tuple[Key, ...]
+    sums_KM: Tensor
+
+    def by_key(self) -> dict[Key, float]:
+        return {key: math.fsum(row) for key, row in zip(self.keys, self.sums_KM.tolist(), strict=True)}
+
+
+def _added(before: _Sums | None, columns: dict[Key, Tensor], cell_S: Tensor, cells: int) -> _Sums:
+    """The sums with the columns of another piece, in the order of its samples; keys are the same in every piece."""
+    if not columns:
+        return _Sums((), torch.zeros(0, cells, dtype=torch.float64))
+    columns_KS = torch.stack(list(columns.values()))
+    if before is None:
+        before = _Sums(tuple(columns), torch.zeros(len(columns), cells, dtype=torch.float64, device=cell_S.device))
+    before.sums_KM.index_add_(1, cell_S, columns_KS)
+    return before
 
 
 def contributions(view: LocalView, config: MeasureConfig) -> Contributions:
