@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,12 +149,14 @@ def step_inputs(
     dtype: torch.dtype,
     reducer: Reducer | None = None,
     schedule: Schedule | None = None,
+    made: Mapping[str, Tensor] | None = None,
 ) -> StepInputs:
     """Per-token inputs and weights of one optimizer step, whose `advantages_T` are already set (or None).
 
     `schedule`: the layout in force, which other frameworks' rules may depend on; default: the step in one piece.
-    With `reducer`, the rule `custom` is added to `rules`. Raises `RolloutError` naming a sample without group_index under a
-    rule that counts prompts, and when a KL or entropy coefficient has nothing to act on.
+    With `reducer`, the rule `custom` is added to `rules`. `made`: weights [T] by a rule's name that exist already, as a training
+    step's do. Raises `RolloutError` naming a sample without group_index under a rule that counts prompts, and when a KL or
+    entropy coefficient has nothing to act on.
     """
     if objective.kl_coef and (step.ref_log_probs_T is None or step.log_probs_T is None):
         lacks = "ref_log_probs" if step.ref_log_probs_T is None else "log_probs"
@@ -170,7 +172,10 @@ def step_inputs(
         _check_ratio(step, tokens, objective, dtype)
     needed = dict.fromkeys(used for one in weighing.values() for used in one.rules)
     schedules = None if schedule is None else [schedule]
-    weights = {rule.name: masked_weights(rule, step, schedules) for rule in needed if rule != CUSTOM}
+    weights = dict(made or {})
+    for rule in needed:
+        if rule != CUSTOM and rule.name not in weights:
+            weights[rule.name] = masked_weights(rule, step, schedules)
     if reducer is not None:
         weights[CUSTOM.name] = _custom_weights(reducer, step, objective)
     return StepInputs(

@@ -23,7 +23,7 @@ from aggcli.measurement.local import MeasureConfig, measure
 from aggcli.measurement.ranks import reduced
 from aggcli.measurement.report import StepReport, Values
 from aggcli.measurement.step import Head, Measured, measure_config, report_step
-from aggcli.objective.step import StepInputs, step_inputs
+from aggcli.objective.step import StepInputs, step_inputs, weighing_of
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 from aggcli.training.stack import RunSpec
 from aggcli.training.step import Gradient, StepTokens
@@ -131,7 +131,14 @@ class Reporter:
         mine_T = torch.repeat_interleave(mine_S, step.response_length_S)
         batch = _with_streams(of_run(step, mine_S), mine_T, given, found, with_kl=bool(run.objective.kl_coef))
         schedule = _schedule(self.in_force, batch)
-        inputs = step_inputs(batch, run.objective, (run.rule,), torch.float64, schedule=schedule)
+        names = weighing_of(run.rule, run.objective).names
+        made = {
+            names.metrics: given.metric_weight_T[mine_T],
+            names.kl: given.kl_weight_T[mine_T],
+            names.entropy: given.entropy_weight_T[mine_T],
+            names.loss: given.loss_weight_T[mine_T],
+        }
+        inputs = step_inputs(batch, run.objective, (run.rule,), torch.float64, schedule=schedule, made=made)
         measuring = measure_config(inputs, run.objective, self.config, self.response_limit, with_gradient=False)
         own = {"log_probs": found.own_log_probs_T[mine_T], "entropy": found.own_entropy_T[mine_T]}
         if given.old_log_probs_T is None:  # the policy itself is the old one
