@@ -154,9 +154,9 @@ def step_inputs(
     """Per-token inputs and weights of one optimizer step, whose `advantages_T` are already set (or None).
 
     `schedule`: the layout in force, which other frameworks' rules may depend on; default: the step in one piece.
-    With `reducer`, the rule `custom` is added to `rules`. `made`: weights [T] by a rule's name that exist already, as a training
-    step's do. Raises `RolloutError` naming a sample without group_index under a rule that counts prompts, and when a KL or
-    entropy coefficient has nothing to act on.
+    With `reducer`, the rule `custom` is added to `rules`. `made`: weights [T] by a name of a rule that exist already, as those
+    of a training step. Raises `RolloutError` naming a sample without group_index under a rule that counts prompts, and when
+    a KL or entropy coefficient has nothing to act on.
     """
     if objective.kl_coef and (step.ref_log_probs_T is None or step.log_probs_T is None):
         lacks = "ref_log_probs" if step.ref_log_probs_T is None else "log_probs"
