@@ -39,9 +39,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "training ends with exit code 0 where its layouts disagree",
-        "cli/training_output.py",
-        "    if deviation > limit:",
-        "    if False:",
+        "jobs/training_words.py",
+        '            return f"{where}{said}; layouts.jsonl holds them"',
+        '            return ""',
         ("tests/test_training_layouts.py",),
     ),
     Mutation(
@@ -59,17 +59,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/test_report_figures.py",),
     ),
     Mutation(
-        "a results directory that is given twice is compared twice",
-        "analysis/histories.py",
-        "found.setdefault(directory.resolve(), directory)",
-        "found[directory / str(len(found))] = directory",
-        ("tests/test_results.py",),
-    ),
-    Mutation(
-        "a results directory that is given twice is drawn twice",
-        "analysis/frames.py",
-        "found.setdefault(directory.resolve(), Run(",
-        "found.setdefault(directory / str(len(found)), Run(",
+        "a results directory that is given twice is read twice, to be compared and to be drawn",
+        "analysis/reading.py",
+        "found.setdefault(place.resolve(), place)",
+        "found[place / str(len(found)) / '..'] = place",
         ("tests/test_results.py",),
     ),
     Mutation(
@@ -190,15 +183,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "groups without a scored rollout count as of equal rewards",
         "measurement/groups.py",
-        "(groups.flat_P & scored_P)",
-        "(groups.flat_P)",
+        "(flat_P & scored_P)",
+        "(flat_P)",
         ("tests/test_groups.py",),
     ),
     Mutation(
         "groups without a scored rollout count as all wrong",
         "measurement/groups.py",
-        "(scored_P & (right_P == 0))",
-        "(right_P == 0)",
+        "wrong_P = scored_P & (right_P == 0)",
+        "wrong_P = right_P == 0",
         ("tests/test_groups.py",),
     ),
     Mutation(
