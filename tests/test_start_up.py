@@ -61,3 +61,15 @@ def test_figures_and_comparisons_of_results_that_are_there_never_import_torch(re
         assert "torch" not in found, arguments
     assert "torch" in _imported("compare", "--rollouts=example", "--output", tmp_path / "again")
     assert "torch" in sys.modules, "this process has it, so the others would have had it too"
+
+
+@pytest.mark.parametrize(
+    ("begun", "offered"), [("run --recipe da", "dapo"), ("run --optimizer s", "sgd"), ("run --dtype b", "bfloat16")]
+)
+def test_the_shell_completes_the_values_of_a_setting_and_nothing_is_said(begun: str, offered: str) -> None:
+    words = f"aggcli {begun}"
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    program = "import sys; sys.argv[0] = 'aggcli'; from aggcli.cli.main import main; sys.exit(main())"
+    told = completed("-c", program, env=environment(_AGGCLI_COMPLETE="complete_bash", **asked))
+    assert told.stdout.split() == [offered], told.stderr
+    assert told.stderr == ""

@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say_error(error.format_message())
             return int(ExitCode.USER_INPUT)
         except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and "_AGGCLI_COMPLETE" in os.environ:  # how a shell's question is answered
+                return int(error.code or ExitCode.DONE)
             if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
                 return _unread()
             print_traceback(error)

@@ -19,7 +19,7 @@ from aggcli import config
 from aggcli.cli.console import say
 from aggcli.config import FIELDS, RunConfig, flag, read_toml, sections, settings_from
 from aggcli.errors import SettingError
-from aggcli.rules import Rule, remark_on
+from aggcli.rules import RULES, Rule, remark_on
 
 _PANELS = {
     "SourceConfig": "Rollouts",
@@ -170,11 +170,12 @@ def _annotation(name: str, about: str | None = None) -> Any:
     hint = FIELDS[name]
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
-    metavar = None
+    metavar, values = None, ()
     if typing.get_origin(hint) is Literal:
-        metavar, hint = "|".join(typing.get_args(hint)), str
+        values = typing.get_args(hint)
+        metavar, hint = "|".join(values), str
     elif hint is Rule:
-        metavar, hint = "MODE", str
+        metavar, hint, values = "MODE", str, tuple(RULES)
     elif typing.get_origin(hint) is tuple:
         metavar, hint = ("A,B,..." if name in _LISTS else "PATH"), list[str]
     option = typer.Option(
@@ -183,8 +184,18 @@ def _annotation(name: str, about: str | None = None) -> Any:
         metavar=metavar,
         show_default=False,
         rich_help_panel=details.panel,
+        autocompletion=_offered(values) if values else None,
     )
     return Annotated[hint | None, option]
+
+
+def _offered(values: Sequence[str]) -> Callable[[str], list[str]]:
+    """What the shell offers for a value that has been begun."""
+
+    def begun_with(incomplete: str) -> list[str]:
+        return [value for value in values if value.startswith(incomplete)]
+
+    return begun_with
 
 
 def _declarations(name: str, hint: Any) -> list[str]:
