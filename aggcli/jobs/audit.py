@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aggcli.config import RunConfig
 from aggcli.errors import SettingError
 from aggcli.jobs.listening import say
+from aggcli.report.notebook import Shown
 from aggcli.rules import MODES, RULES, Rule, check_divisor, remark_on
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class AuditRequest:
 
 
 @dataclass(frozen=True)
-class AuditResult:
+class AuditResult(Shown):
     """What an audit found. `head`: the facts that hold for all steps; `audits`: one an optimizer step; `findings`: what is to
     be known of each reducer; `failure`: what moved beyond the limit asked for; blank where nothing did, or none was."""
 
@@ -71,11 +72,6 @@ class AuditResult:
         from aggcli.report.audits import audit_tables
 
         return audit_tables(self.head, self.steps)
-
-    def _repr_html_(self) -> str:
-        from aggcli.report.notebook import as_html
-
-        return as_html(self.tables())
 
 
 def audit(request: AuditRequest, batches: Sequence[RolloutBatch] | None = None) -> AuditResult:

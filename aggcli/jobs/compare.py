@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aggcli.errors import SettingError, nearest
+from aggcli.report.notebook import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +52,7 @@ class ComparisonOptions:
 
 
 @dataclass(frozen=True)
-class ComparisonResult:
+class ComparisonResult(Shown):
     """What a comparison of recorded runs found. `rows`: those of its table; `notes`: what is to be known of the runs."""
 
     options: ComparisonOptions
@@ -122,11 +123,6 @@ class ComparisonResult:
         if self.study.recorded:
             return [verdict, "", tables.side_by_side(self.rows, precision, below)]
         return [verdict, "", Folding(lambda width: tables.text_table(self.rows, precision, below, width))]
-
-    def _repr_html_(self) -> str:
-        from aggcli.report.notebook import as_html
-
-        return as_html(self.tables())
 
 
 def compare(directories: Sequence[Path], options: ComparisonOptions | None = None) -> ComparisonResult:

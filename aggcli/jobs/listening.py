@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -32,17 +31,6 @@ class Listener:
     def training(self, steps: int, done: int) -> AbstractContextManager[Show]:
         """A function to be told each finished step of a training job that has done `done` of `steps`."""
         return nullcontext(lambda step, runs, rate: None)
-
-
-@dataclass
-class Notes(Listener):
-    """Keeps the notes, each once, in order."""
-
-    notes: list[str] = field(default_factory=list)
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
 
 
 _LISTENER: ContextVar[Listener] = ContextVar("who listens to jobs", default=Listener())  # noqa: B039 (it holds nothing)

@@ -15,6 +15,7 @@ from aggcli.config import RunConfig, to_flat, to_toml, with_divisor
 from aggcli.errors import RolloutError, SettingError, some
 from aggcli.jobs.listening import listener, say
 from aggcli.measurement.words import plural
+from aggcli.report.notebook import Shown
 from aggcli.rules import CUSTOM, Rule, names_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class ReplayRequest:
 
 
 @dataclass(frozen=True)
-class ReplayResult:
+class ReplayResult(Shown):
     """What a replay found. `head`: the facts that hold for all steps; `steps`: each optimizer step as `--json` prints it;
     `between_layouts`: what was compared between layouts, in words; `failure`: which layout changed a number, blank where none
     did; `notes`: note -> the steps that it is about; `directory`: where it is recorded, None where it is not."""
@@ -88,11 +89,6 @@ class ReplayResult:
         from aggcli.report.tables import replay_tables
 
         return replay_tables(self.head, self.steps, self.between_layouts)
-
-    def _repr_html_(self) -> str:
-        from aggcli.report.notebook import as_html
-
-        return as_html(self.tables())
 
 
 def replay(request: ReplayRequest, batches: Sequence[RolloutBatch] | None = None, world: World | None = None) -> ReplayResult:

@@ -18,6 +18,7 @@ from aggcli.errors import RecordError, RolloutError, SettingError, some
 from aggcli.jobs import recording
 from aggcli.jobs.listening import Listener, Show, listener, say
 from aggcli.jobs.training_words import foretell, summary_of
+from aggcli.report.notebook import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +52,7 @@ class TrainingRequest:
 
 
 @dataclass(frozen=True)
-class TrainingResult:
+class TrainingResult(Shown):
     """What training ended with. `summary`: each finished run on fresh prompts, or the last step's numbers on recorded rollouts;
     `shares`: how each process's share went; `directory`: where it is recorded."""
 
@@ -90,11 +91,6 @@ class TrainingResult:
         from aggcli.report.training_tables import last_step_table, training_table
 
         return [last_step_table(self.summary) if self.setup.task is None else training_table(self.summary)]
-
-    def _repr_html_(self) -> str:
-        from aggcli.report.notebook import as_html
-
-        return as_html(self.tables())
 
 
 DEFAULT_SEEDS = 3

@@ -96,12 +96,6 @@ def need_groups(step: RolloutBatch, rule: Rule) -> None:
         )
 
 
-def in_one_piece(step: RolloutBatch) -> Schedule:
-    """The layout of one rank that takes the whole step as one micro-batch."""
-    everything = tuple(range(step.num_samples))
-    return Schedule((everything,), ((everything,),))
-
-
 def can_represent(rule: Rule, schedule: Schedule) -> bool:
     """Whether the framework could deal this schedule at all: some only know equal ranks or equal micro-batches."""
     sizes = [tuple(len(micro_batch) for micro_batch in rank) for rank in schedule.micro_batches]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console, RenderableType
 
@@ -20,3 +21,14 @@ def as_html(parts: Iterable[RenderableType]) -> str:
     for part in parts:
         console.print(part)
     return console.export_html(inline_styles=True, code_format=_FRAME)
+
+
+class Shown:
+    """A result that shows itself in a notebook: what the terminal shows of it."""
+
+    def tables(self) -> list[Any]:
+        """Rich tables and texts."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return as_html(self.tables())

@@ -157,10 +157,6 @@ class Rule:
         """Whether every sample must have a prompt group, and every group lie within one optimizer step."""
         return any("prompt" in d.counted for d in self.divides_by)
 
-    @property
-    def needs_advantages(self) -> bool:
-        return any("sign" in d.counted for d in self.divides_by)
-
     def reads(self, setting: str) -> bool:
         """Whether a setting that only some rules read changes a weight of this one."""
         if setting == "loss_aggregation_divisor":
@@ -177,22 +173,6 @@ class Rule:
         """Whether some layout can change a weight; false for rules whose every count is the optimizer step's."""
         exact = self.micro_batches == "sum" and self.layouts == "any" and not self.divides_by_accumulation_again
         return not exact or bool(self.local_counts)
-
-    @property
-    def arithmetic(self) -> tuple[object, ...]:
-        """Everything about the rule that enters a number; rules with equal arithmetic are one rule under many names."""
-        names = (
-            "divides_by",
-            "micro_batches",
-            "ranks",
-            "divides_by_accumulation_again",
-            "numerator",
-            "drops_smaller_micro_batches",
-            "drops_zero_advantages",
-            "divisor",
-            "alpha",
-        )
-        return tuple(getattr(self, name) for name in names)
 
     def in_scope(self, scope: Scope) -> Rule:
         """The mode with every denominator counted in `scope`, averaged over micro-batches and ranks from there up. Its metrics
