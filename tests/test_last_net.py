@@ -14,8 +14,10 @@ import torch
 
 from aggcli.cli.main import main
 from aggcli.errors import FAULT, RecordError, doing, told
+from aggcli.rollouts import sources
 from aggcli.team import MemberFailed, Team, together
-from tests.cli import aggcli, completed, refused
+from tests.cli import aggcli, completed, refused, write_jsonl
+from tests.fixtures import fx_b
 
 
 def _raises(error: BaseException) -> Any:
@@ -128,3 +130,11 @@ def test_sigterm_ends_a_command_as_ctrl_c_does_and_leaves_no_scratch_folder(
     assert (told.code, told.err) == (130, "aggcli: interrupted; what was recorded is kept\n")
     assert os.listdir(tmp_path) == []
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_fault_in_a_reader_is_told_with_the_file_that_was_being_read(capsys, monkeypatch, tmp_path) -> None:
+    path = write_jsonl(tmp_path / "dump.jsonl", fx_b())
+    monkeypatch.setitem(sources.READERS, "aggcli", _raises(IndexError("x")))
+    code = main(["inspect", str(path)])
+    assert code == 2
+    assert "aggcli: IndexError: x, reading step 0 (dump.jsonl)" in capsys.readouterr().err

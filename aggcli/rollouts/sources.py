@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from aggcli.config import SourceConfig
-from aggcli.errors import RolloutError, nearest, printable, some
+from aggcli.errors import RolloutError, doing, nearest, printable, some
 from aggcli.rollouts.files import SYNTHETIC, find_files, forget_pipes, is_eval
 from aggcli.rollouts.formats import READERS, TEXT_ONLY, detect_format, is_empty, step_of
 from aggcli.rollouts.steps import Step
@@ -68,13 +68,18 @@ class RecordedSource:
     def __len__(self) -> int:
         return sum(len(step.labels) for step in self._steps)
 
+    def _read(self, step: Step, names: list[str]) -> Iterator[RolloutBatch]:
+        """The batches of a step; a fault that nobody foresaw is told with the step that was being read."""
+        with doing(f"reading {some(names)}"):
+            yield from READERS[step.format](step, names, self._config)
+
     def __iter__(self) -> Iterator[RolloutBatch]:
         """Raises `RolloutError` for whatever is wrong with a file, and where lengths of two steps count different things."""
         at, first = 0, None
         for step in self._steps:
             names = [f"step {at + i} ({label})" for i, label in enumerate(step.labels)]
             at += len(names)
-            for batch in READERS[step.format](step, names, self._config):
+            for batch in self._read(step, names):
                 first = first or batch
                 if batch.length_unit != first.length_unit:
                     raise RolloutError(
