@@ -1,0 +1,19 @@
+"""The answer of a command: what stands above everything else, on the terminal, in JSON and on a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whole sentences, each with its full stop, three at most: what differs and by how much, how sure that is, and what to do
+    about it. In JSON `answer`, the list of them.
+    """
+
+    sentences: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The sentences as one paragraph."""
+        return " ".join(self.sentences)
