@@ -62,6 +62,20 @@ def test_slimes_dump_details_folder_is_read_and_joined(tmp_path: Path) -> None:
     assert names(SourceConfig(rollouts=(str(tmp_path),), include_eval=True)) == ["1.pt", "eval_1.pt"]
 
 
+def test_the_example_has_groups_both_policies_and_the_layouts_of_one_two_and_four_ranks() -> None:
+    """Mean rewards and lengths as counted when the dumps were made: 35, 40 and 31 of 64 right; 411, 503 and 482 tokens."""
+    batches = list(open_source(SourceConfig(rollouts=("example",)), 0))
+    assert [int(batch.reward_S.sum()) for batch in batches if batch.reward_S is not None] == [35, 40, 31]
+    assert [int(batch.response_length_S.sum()) for batch in batches] == [411, 503, 482]
+    for batch, ranks in zip(batches, (1, 2, 4), strict=True):
+        assert torch.bincount(batch.group_S).tolist() == [8] * 8
+        assert batch.log_probs_T is not None
+        assert batch.rollout_log_probs_T is not None
+        assert (batch.log_probs_T != batch.rollout_log_probs_T).any()
+        assert batch.recorded is not None
+        assert [len(step.partitions) for step in batch.recorded.steps] == [ranks]
+
+
 def test_the_format_is_told_by_content_and_can_be_forced(tmp_path: Path) -> None:
     assert detect_format(jsonl(tmp_path, "\n " + LINE, "rows.txt")) == "aggcli"
     odd = tmp_path / "dump.bin"

@@ -21,7 +21,8 @@ from aggcli.records import LAYOUTS, MANIFEST, METRICS, TIMINGS
 
 SYNTHETIC = "synthetic"
 EXAMPLE = "example"
-"""The real rollouts that ship with the package: three slime rollout dumps of a small policy on an arithmetic task."""
+"""The rollouts that ship with the package: three steps of a small policy on an arithmetic task, each as slime's rollout dump
+and train dump, which are joined: groups from the one; log-probabilities, advantages and the recorded layout from the other."""
 EXTENSIONS = (".pt", ".jsonl", ".parquet", ".pkl")
 """Files that are taken from a folder."""
 FOLDERS = (
@@ -39,7 +40,7 @@ FOLDERS = (
 def find_files(path: str, include_eval: bool = False) -> list[Path]:
     """The rollout files that a file, a folder or a glob names, in natural order (2 before 10); never an empty list."""
     try:
-        place = Path(__file__).parent.parent / "data" / "slime_rollout" if path == EXAMPLE else Path(path).expanduser()
+        place = Path(__file__).parent.parent / "data" / EXAMPLE if path == EXAMPLE else Path(path).expanduser()
     except RuntimeError:  # ~somebody
         raise RolloutError(f"{path}: there is no such user; write the path out, or put ./ in front of it") from None
     try:
