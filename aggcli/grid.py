@@ -205,9 +205,10 @@ def _is_same(layout: Layout, other: Layout) -> bool:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A policy on fresh prompts, one rollout each: accuracy, and mean response lengths in tokens (None where there is no
-    such rollout)."""
+    """A policy on that many fresh prompts, one rollout each: accuracy, and mean response lengths in tokens (None where there is
+    no such rollout)."""
 
+    prompts: int
     accuracy: float
     response_length: float
     correct_response_length: float | None
@@ -244,6 +245,7 @@ def _evaluation(correct_B: Tensor, length_B: Tensor) -> Evaluation:
         return float(length_B[chosen_B].mean()) if chosen_B.any() else None
 
     return Evaluation(
+        correct_B.numel(),
         float(correct_B.double().mean()),
         float(length_B.mean()),
         mean(correct_B),

@@ -42,7 +42,7 @@ from scipy import stats
 from aggcli.analysis.comparison import Comparison, Pair, compare
 from aggcli.analysis.histories import History, read_histories
 from aggcli.analysis.outcomes import OUTCOMES, WINDOW
-from aggcli.analysis.verdict import verdict
+from aggcli.analysis.training_answer import verdict
 
 MODE, STACK = "token_mean", 50
 SETTINGS: dict[str, Any] = {
@@ -89,11 +89,15 @@ def record(folder: Path, runs: int, settings: Mapping[str, Any], say: Any = lamb
                 )
                 for run in stack
             }
-            for done in grid.trainer_of(setup, stack, ALONE).steps():
+            trainer = grid.trainer_of(setup, stack, ALONE)
+            for done in trainer.steps():
                 for number, reports in done.optimizer_steps:
                     for report in reports:
                         head = {"step": number, "rollout_step": done.step, "mode": report.run.mode, "seed": report.run.seed}
                         writers[report.run.name].step({**head, **report.values}, [])
+            ends = grid.evaluate(setup, trainer.weights.parameters, [run.seed for run in stack])
+            for run, found in zip(stack, ends, strict=True):
+                writers[run.name].manifest["evaluation"] = dataclasses.asdict(found)
         say(f"{at + len(stack)} of {runs} runs")
 
 

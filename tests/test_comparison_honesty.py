@@ -15,7 +15,7 @@ import pytest
 
 from aggcli.analysis.comparison import compare
 from aggcli.analysis.frames import read_frames
-from aggcli.analysis.verdict import verdict
+from aggcli.analysis.training_answer import verdict
 from aggcli.errors import RecordError
 from aggcli.jobs.compare import compare as compared
 from aggcli.report.comparison_rows import Row
@@ -54,7 +54,7 @@ def with_diverged(tmp_path: Path) -> list[Path]:
 def test_diverged_runs_come_first_in_the_verdict_and_are_named_in_notes_and_json(with_diverged: list[Path], capsys) -> None:
     first = "2 of 4 runs of token_mean diverged, at steps 5 and 6; the numbers are of the steps that all runs have."
     found = json.loads(printed(capsys, with_diverged, format="json", fit=False)[0])
-    assert found["verdict"]["headline"].startswith(f"{first} Accuracy is higher under token_mean")
+    assert found["answer"][0] == first
     texts = [GONE.format(mode="token_mean", seed=1, step=6), GONE.format(mode="token_mean", seed=2, step=5)]
     assert found["diverged"] == [
         {"mode": "token_mean", "seed": 1, "step": 6, "text": texts[0]},
@@ -65,7 +65,7 @@ def test_diverged_runs_come_first_in_the_verdict_and_are_named_in_notes_and_json
         assert first in flowing((said if kind == "csv" else out).replace("%", ""))
         assert all(f"note: {text}" in said for text in texts)
     on_the_page = find(read_frames(with_diverged))
-    assert on_the_page.verdict.headline == found["verdict"]["headline"]
+    assert list(on_the_page.answer.sentences) == found["answer"]
     assert set(texts) <= set(on_the_page.notes)
 
 
@@ -73,18 +73,18 @@ def test_a_run_that_diverged_before_its_first_line_is_counted_too(tmp_path: Path
     runs = [trained(tmp_path, mode, seed, 12) for mode in ("sample_mean", "constant") for seed in range(2)]
     runs.append(trained(tmp_path, "constant", 2, 0, 0))
     found = json.loads(printed(capsys, runs, format="json", fit=False)[0])
-    assert found["verdict"]["headline"].startswith("1 of 3 runs of constant diverged, at step 0; the numbers are of the steps")
+    assert found["answer"][0].startswith("1 of 3 runs of constant diverged, at step 0; the numbers are of the steps")
     assert GONE.format(mode="constant", seed=2, step=0) in found["notes"]
     assert [one["seed"] for one in found["diverged"]] == [2]
     on_the_page = find(read_frames(runs))
-    assert on_the_page.verdict.headline == found["verdict"]["headline"]
+    assert list(on_the_page.answer.sentences) == found["answer"]
     assert GONE.format(mode="constant", seed=2, step=0) in on_the_page.notes
 
 
 def test_without_diverged_runs_nothing_is_said_of_them(tmp_path: Path, capsys) -> None:
     found = json.loads(printed(capsys, comparison(tmp_path, {"constant": [50, 51], "token_mean": [50, 52]}), format="json")[0])
     assert found["diverged"] == []
-    assert "diverged" not in found["verdict"]["headline"]
+    assert "diverged" not in " ".join(found["answer"])
 
 
 def test_it_is_said_when_every_run_ends_at_an_accuracy_of_0(tmp_path: Path, capsys) -> None:
@@ -181,11 +181,14 @@ def test_an_arms_own_range_is_told_where_arms_differ_in_it(tmp_path: Path, capsy
 # -- what p is corrected over, and what it is ---------------------------------------------------------------------------
 
 
-def test_the_caption_and_the_verdict_say_over_how_many_pairs_each_corrects(tmp_path: Path, capsys) -> None:
+def test_the_caption_and_the_verdict_say_over_how_many_tests_they_correct(tmp_path: Path, capsys) -> None:
     runs = comparison(tmp_path, {"sample_mean": [50, 51, 50], "prompt_mean": [60, 62, 61], "constant": [50, 50, 53]})
     out = flowing(printed(capsys, runs, fit=False)[0])
-    assert "against sample_mean (Holm over the 4 pairs of both lists):" in out
-    assert "p: paired t-test, corrected by Holm over the 2 pairs of an outcome (over the 4 pairs of the verdict" in out
+    assert "against sample_mean (Holm over the 7 tests of this comparison):" in out
+    assert (
+        "p: paired t-test, corrected by Holm over all 7 tests of the comparison; ~ where it shows no difference (5 % or more)."
+        in out
+    )
 
 
 def test_the_sign_flip_floor_is_said_with_its_seeds_and_drawn_patterns_are_not_called_exact(tmp_path: Path, capsys) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
+from aggcli.analysis.comparison import compare
 from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
 from aggcli.analysis.efficiency import common_asymptote, efficiency, fit_runs, mode_curves
 from aggcli.analysis.histories import MEASURES, History
@@ -178,8 +179,11 @@ def test_a_common_asymptote_shows_the_planted_ratio_of_efficiencies():
     assert pair.ratio.low is not None
     assert pair.ratio.high is not None
     assert pair.ratio.low < 1.5 < pair.ratio.high
-    assert pair.p_holm is not None
-    assert pair.p_holm < 0.05
+    assert pair.test.p is not None
+    assert pair.test.p < 0.05
+    (tested,) = compare(runs, "slow", ratios=[pair]).ratios
+    assert tested.p_holm is not None
+    assert tested.p_holm > pair.test.p, "corrected with the other outcomes"
     assert pair.test.difference.mean == pytest.approx(math.log(pair.ratio.mean))
 
 

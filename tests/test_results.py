@@ -265,10 +265,10 @@ def test_the_table_fits_80_columns_and_shows_arrows_intervals_differences_and_th
         "sign-flip",
         "cannot fall below 0.12",
         "IQM",
-        "Holm over the 2",
+        "Holm over all 8 tests",
     ):
         assert text in " ".join(out.split()), text
-    assert out.startswith("Accuracy is higher under prompt_mean than under sample_mean, at equal steps and\nat equal tokens.\n")
+    assert " ".join(out.split()).startswith("2 of 8 differences from sample_mean are shown, largest first")
     assert "no curve is fitted" in said
 
 

@@ -31,13 +31,13 @@ def rows(found: Mapping[str, Any], figure: str) -> dict[str, dict[str, Any]]:
 # -- the verdict ---------------------------------------------------------------------------------------------------
 
 
-def test_the_verdict_is_a_headline_and_a_list_in_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_verdict_is_an_answer_and_a_list_in_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs = comparison(tmp_path, {"sample_mean": [50, 51, 50], "prompt_mean": [60, 62, 61], "constant": [50, 50, 53]})
-    headline = "Accuracy is higher under prompt_mean than under sample_mean, at equal steps and at equal tokens."
-    corrected = "(Holm over the 4 pairs of both lists)"
+    corrected = "(Holm over the 7 tests of this comparison)"
     heading = f"Accuracy in training rollouts, equal steps, step 11, against sample_mean {corrected}:"
-    found = json.loads(printed(capsys, runs, format="json", fit=False)[0])["verdict"]
-    assert found["headline"] == headline
+    whole = json.loads(printed(capsys, runs, format="json", fit=False)[0])
+    headline, found = " ".join(whole["answer"]), whole["verdict"]
+    assert len(whole["answer"]) == 3
     assert [(line["axis"], line["mode"], line["word"]) for line in found["lines"]] == [
         (axis, mode, word)
         for axis in ("steps", "tokens")
@@ -114,10 +114,11 @@ def test_evaluations_of_the_manifests_are_rows_paired_by_seed_and_the_verdict_at
     )
     assert (by_steps["word"], by_tokens["word"]) == ("higher", "no difference shown")
     assert by_tokens["heading"].endswith(
-        "last 10 % of the tokens up to 900, against sample_mean (Holm over the 2 pairs of both lists)"
+        "last 10 % of the tokens up to 900, against sample_mean (Holm over the 6 tests of this comparison)"
     )
-    assert found["verdict"]["headline"] == (
-        "At equal steps, accuracy is higher under token_mean than under sample_mean; at equal tokens no difference is shown."
+    assert found["answer"][0].startswith(
+        "1 of 6 differences from sample_mean under token_mean is shown: accuracy on fresh prompts (end) +0.11 [+0.0852, +0.135]"
+        " (0.63 against 0.52)."
     )
 
 
@@ -184,7 +185,7 @@ def replayed(folder: Path, rollouts: str = "dump", right: int = 50, **settings: 
 def test_replays_of_the_same_rollouts_have_no_verdict_on_accuracy_but_weights_and_gradients(tmp_path: Path, capsys) -> None:
     runs = replayed(tmp_path)
     found = found_in(capsys, runs)
-    assert found["verdict"]["headline"].startswith(f"These are replays of the same recorded rollouts: {SAID}, see ")
+    assert found["answer"][0].startswith(f"These are replays of the same recorded rollouts: {SAID}, see ")
     assert [line["text"] for line in found["verdict"]["lines"]] == [
         f"{mode}: its gradient is {ratio} times as long, at a cosine of 0.5; its weight lies on 200 effective tokens,"
         " sample_mean's on 100"
@@ -221,17 +222,17 @@ def test_another_baseline_has_its_own_ratios_and_no_cosine_that_was_recorded_aga
 
 def test_replays_of_different_rollouts_say_so_and_compare_no_gradients_across_them(tmp_path: Path, capsys) -> None:
     found = found_in(capsys, [*replayed(tmp_path / "a"), *replayed(tmp_path / "b", "other", right=60)])
-    assert found["verdict"]["headline"].startswith("These are replays of recorded rollouts, not all of them the same: accuracy")
+    assert found["answer"][0].startswith("These are replays of recorded rollouts, not all of them the same: accuracy")
     assert "constant (rollouts=other)" not in rows(found, "gradient_ratio")
     assert "constant (rollouts=dump)" in rows(found, "gradient_ratio")
 
 
 def test_training_on_recorded_rollouts_is_said_as_that_and_one_replay_too(tmp_path: Path, capsys) -> None:
-    trained = found_in(capsys, replayed(tmp_path / "a", train=True))["verdict"]["headline"]
+    trained = found_in(capsys, replayed(tmp_path / "a", train=True))["answer"][0]
     assert trained.startswith("These runs were trained on the same recorded rollouts: accuracy and length are")
     assert "and so the policy" in trained
     found = found_in(capsys, replayed(tmp_path / "b")[:1])
-    assert found["verdict"]["headline"].startswith(f"This is a replay of recorded rollouts: {SAID}")
+    assert found["answer"][0].startswith(f"This is a replay of recorded rollouts: {SAID}")
     assert found["verdict"]["lines"] == []
     assert "gainst" not in printed(capsys, [tmp_path / "b" / "sample_mean"])[0]
 

@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 
 from aggcli.analysis.comparison import compare
-from aggcli.analysis.statistics import SHARE, interval, paired_test
+from aggcli.analysis.effects import effects_of
+from aggcli.analysis.statistics import ALPHA, SHARE, interval, paired_test
 from aggcli.analysis.study import study
-from aggcli.analysis.verdict import ALPHA
 from aggcli.cli.results import FORMATS
+from aggcli.report.comparison_rows import rows_of
+from aggcli.report.comparison_tables import text_table
 from tests.cli import aggcli, refused
 from tests.test_results import step, write_run
 from tests.test_verdict import run
 
-# -- the headline -----------------------------------------------------------------------------------------------------
+# -- the answer -------------------------------------------------------------------------------------------------------
 
 
 def slower(mode: str, seed: int, pace: float) -> Any:
@@ -31,7 +33,7 @@ def slower(mode: str, seed: int, pace: float) -> Any:
     return run(mode, seed, 0.1 + 0.4 * way + 0.001 * ((seed * 7 + np.arange(40)) % 5))
 
 
-def test_a_difference_below_the_headline_is_named_in_it() -> None:
+def test_a_difference_in_the_table_is_named_in_the_answer() -> None:
     """At the end nothing differs; a is there after 10 steps and b after 20, which is 100 tokens later in every seed."""
     runs = [slower("a", seed, 1.0 - 0.01 * seed) for seed in range(5)]
     runs += [slower("b", seed, 0.5 - 0.01 * seed * seed) for seed in range(5)]
@@ -40,15 +42,13 @@ def test_a_difference_below_the_headline_is_named_in_it() -> None:
     assert row is not None
     assert row.p_holm is not None
     assert row.p_holm < 0.05
-    assert "No difference in accuracy is shown between a and b, at equal steps or at equal tokens." in found.verdict.headline
-    assert (
-        "each tested by itself at 5 % (about 0.1 of 2 would by chance), this differs: tokens to accuracy 0.4 (higher under b)."
-        in found.verdict.headline
-    )
+    first, rest, _ = found.verdict.answer.sentences
+    assert first.startswith("1 of 4 differences from a under b is shown: tokens to accuracy 0.4 +")
+    assert rest.startswith("Accuracy in training rollouts, equal steps, no difference shown under b: b ")
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_row_with_a_p_below_5_percent_is_named_by_the_verdict_and_no_other_is(seed: int) -> None:
+def test_the_answer_counts_every_row_that_the_table_marks_as_different_and_no_other(seed: int) -> None:
     rng = np.random.default_rng(seed)
     runs = [
         run(mode, at, np.clip(rng.normal(0.5 + 0.1 * up + 0.01 * np.arange(20), 0.05), 0, 1), 10 + (3 * up if at % 2 else 0))
@@ -62,9 +62,13 @@ def test_every_row_with_a_p_below_5_percent_is_named_by_the_verdict_and_no_other
         for label, one in outcomes.items()
         if one.pair is not None and one.pair.p_holm is not None and one.pair.p_holm < ALPHA
     }
-    ranked = {(one.outcome, s.label) for one in found.verdict.rankings for s in one.standings if s.word in ("higher", "lower")}
-    others = {(one.outcome, label) for one in found.verdict.others for label in (*one.higher, *one.lower)}
-    assert ranked | others == shown
+    assert {(one.outcome, one.label) for one in effects_of(found.comparison) if one.shown} == shown
+    marked = {(row.outcome, row.mode): row.shown for row in rows_of(found.comparison) if row.p is not None}
+    assert {at for at, is_shown in marked.items() if is_shown} == shown
+    lines = text_table(rows_of(found.comparison), 4, "").plain.splitlines()
+    assert sum("~ p " in line for line in lines) == len(marked) - len(shown)
+    counted = f"{len(shown)} of {found.comparison.tests} differences from a " if shown else "No difference from a is shown"
+    assert found.verdict.answer.text.startswith(counted)
     for ranking in found.verdict.rankings:  # the table has the very p that the verdict decided by
         for standing in ranking.standings:
             pair = found.comparison.outcomes[ranking.outcome][standing.label].pair
@@ -188,7 +192,7 @@ def test_the_warning_of_more_than_the_mode_stands_first_in_every_format(
     assert json.loads(aggcli(capsys, "compare", *runs, "--json").out)["verdict"]["warnings"] == [first[len("Warning: ") : -1]]
     told = aggcli(capsys, "plot", "--html", "--output", tmp_path / "out", *runs)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert page.index("Warning: more than the mode differs") < page.index("in accuracy is shown")
+    assert page.index("Warning: more than the mode differs") < page.index("No difference from")
 
 
 def ended(folder: Path, mode: str, seed: int, right: int, length: float, limit: int = 24) -> Path:
@@ -199,10 +203,10 @@ def ended(folder: Path, mode: str, seed: int, right: int, length: float, limit: 
 def test_collapsed_runs_are_said_first_as_diverged_ones_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [ended(tmp_path, "sample_mean", seed, 9, 9.0) for seed in range(3)]
     runs += [ended(tmp_path, "token_mean", seed, 0 if seed else 9, 24.0 if seed else 9.0) for seed in range(3)]
-    headline = json.loads(aggcli(capsys, "compare", *runs, "--json").out)["verdict"]["headline"]
-    assert headline.startswith(
+    headline = json.loads(aggcli(capsys, "compare", *runs, "--json").out)["answer"][0]
+    assert headline == (
         "2 of 3 runs of token_mean end with accuracy 0 and every response at the limit of 24 tokens: collapsed, or nothing was"
-        " ever learned. "
+        " ever learned."
     )
     fine: Sequence[tuple[int, float]] = ((0, 23.0), (1, 24.0))  # wrong but shorter; at the limit but right
     for at, (right, length) in enumerate(fine):

@@ -12,10 +12,11 @@ import pytest
 from numpy.typing import ArrayLike
 
 from aggcli.analysis.comparison import Comparison, compare
+from aggcli.analysis.effects import effects_of
 from aggcli.analysis.histories import MEASURES, History
 from aggcli.analysis.outcomes import mean_between, tokens_to_reach
 from aggcli.analysis.settings import labelled
-from aggcli.analysis.verdict import verdict
+from aggcli.analysis.training_answer import verdict
 from aggcli.errors import SettingError
 
 
@@ -108,7 +109,11 @@ def test_one_seed_is_said_and_shows_no_difference():
     assert "one seed: no interval and no test, so no difference can be shown; give more seeds" in found.notes
     said = verdict(found)
     assert not said.rankings[0].shown
-    assert said.headline == "One seed: no interval and no test, so no difference in accuracy can be shown between a and b."
+    assert said.answer.sentences == (
+        "One seed: no interval and no test, so no difference can be shown between a and b (b: accuracy in training rollouts,"
+        " equal steps -0.7 (0.2 against 0.9)).",
+        "Give more seeds.",
+    )
     assert said.lists[0] == (
         "accuracy in training rollouts, equal steps, step 1, against a",
         ("b: no difference shown, -0.7; one seed: no interval and no test",),
@@ -116,15 +121,20 @@ def test_one_seed_is_said_and_shows_no_difference():
 
 
 def test_a_line_names_the_word_size_interval_both_p_values_the_floor_and_the_seeds():
+    """Of four tests (tokens trained on are the same) tokens to accuracy 0.46 comes first: 1.8, 1.7217 and 1.9048 fewer, t = 34,
+    p = 0.00043, four times that. Accuracy is second and third: t = 16, p = 1 - 16/sqrt(258) = 0.0039, three times that.
+    """
     runs = [run("a", s, [0.1, 0.5 + s / 100]) for s in range(3)] + [run("b", s, [0.1, 0.6 + s * s / 100]) for s in range(3)]
     found = verdict(compare(runs, window=0))
-    assert found.headline == (
-        "Accuracy is higher under b than under a, at equal steps and at equal tokens. Of the other outcomes, each tested by"
-        " itself at 5 % (about 0.1 of 2 would by chance), this differs: tokens to accuracy 0.46 (lower under b)."
+    accuracy = "accuracy in training rollouts, equal {} +0.107 [+0.078, +0.135] (0.6167 against 0.51)"
+    assert found.answer.sentences == (
+        "3 of 4 differences from a under b are shown, largest first against its spread over seeds: tokens to accuracy 0.46"
+        f" -1.81 tokens [-2.04, -1.58] (6.975 against 8.784); {accuracy.format('steps')}; {accuracy.format('tokens')}.",
+        "3 seeds, so few that only large differences can be shown; a difference is shown where the p of its paired t-test,"
+        " corrected by Holm over all 4 tests, is below 5 %.",
     )
-    line = "b: higher, +0.107 [+0.078, +0.135], Holm p = 0.0078, sign-flip p = 0.25 (floor 0.25), 3 seeds"
-    # t = 16, so p = 1 - 16/sqrt(258), and twice that for two pairs
-    both = "(Holm over the 2 pairs of both lists)"
+    line = "b: higher, +0.107 [+0.078, +0.135], Holm p = 0.012, sign-flip p = 0.25 (floor 0.25), 3 seeds"
+    both = "(Holm over the 4 tests of this comparison)"
     assert found.lists == [
         (f"accuracy in training rollouts, equal steps, step 1, against a {both}", (line,)),
         (f"accuracy in training rollouts, equal tokens, at 10 tokens, against a {both}", (line,)),
@@ -139,35 +149,44 @@ def test_the_headline_is_short_whatever_is_shown_of_many_modes():
         return [run(mode, s, [0.1, 0.3, level + s / 50 + rng.normal(0, 0.001)], per_step) for s in range(4)]
 
     some = [*arm("a", 0.5), *arm("d", 0.5)]
-    assert verdict(compare(some, window=0)).headline == (
-        "No difference in accuracy is shown between a and d, at equal steps or at equal tokens."
+    first, power, _ = verdict(compare(some, window=0)).answer.sentences
+    assert first.startswith(
+        "No difference from a is shown under d, in any of 4 outcomes that were tested: accuracy in training rollouts, equal"
     )
-    found = verdict(compare([*some, *arm("b", 0.7), *arm("c", 0.4, 5.0)], window=0))
-    assert found.headline == (
-        "At equal steps, accuracy is higher under b and lower under c than under a; at equal tokens, accuracy is higher under"
-        " b and c than under a. Of the other outcomes, each tested by itself at 5 % (about 0.1 of 2 would by chance), this"
-        " differs: tokens to accuracy 0.48 (lower"
-        " under b)."
+    assert power.startswith("The smallest difference in accuracy that would have been shown with 80 % power is 0.00")
+    comparison = compare([*some, *arm("b", 0.7), *arm("c", 0.4, 5.0)], window=0)
+    found = verdict(comparison)
+    shown = {
+        (name, label) for name, of in comparison.outcomes.items() for label, one in of.items() if one.pair and one.pair.shown
+    }
+    assert {("accuracy", "b"), ("accuracy", "c"), ("accuracy_at_equal_tokens", "b")} <= shown
+    assert not [label for _, label in shown if label == "d"]
+    first, rest, _ = found.answer.sentences
+    assert first.startswith(
+        f"{len(shown)} of {comparison.tests} differences from a are shown, largest first against its spread"
     )
+    assert first.endswith(f"; {len(shown) - 3} more in the table.")
+    assert "no difference shown under d: d " in rest
     assert [[line.partition(":")[0] for line in lines] for _, lines in found.lists] == [["b", "d", "c"], ["b", "c", "d"]]
-    many = verdict(compare([one for mode in "abcdefgh" for one in arm(mode, 0.5)], window=0))
-    assert many.headline.startswith("No difference in accuracy is shown between a and ")
-    assert many.headline.endswith(" and 3 more, at equal steps or at equal tokens.")
+    many = verdict(compare([one for mode in "abcdefgh" for one in arm(mode, 0.5)], window=0)).answer.sentences
+    assert many[0].startswith("No difference from a is shown under b, c, d or 4 more, in any of 4 outcomes")
+    assert len(many) == 3
 
 
 def test_modes_without_a_common_seed_are_not_paired():
     found = compare([run("a", 0, [0.1, 0.5]), run("b", 1, [0.1, 0.9])])
     assert "b and a have no seed in common, so they are not paired" in found.notes
     said = verdict(found)
-    assert said.headline == "No verdict: no other mode can be paired with a."
+    assert said.answer.text == "No verdict: no other mode can be paired with a."
     assert said.lists[0][1] == ("b: not paired: no seed in common with a",)
 
 
 def test_without_accuracy_or_reward_there_is_no_verdict():
     blank = run("a", 0, [math.nan, math.nan])
-    assert verdict(compare([blank])).headline.startswith("No verdict: neither accuracy nor reward was recorded")
+    only = "a is the only mode here: there is nothing to compare it with."
+    assert verdict(compare([blank])).answer.text == f"Neither accuracy nor reward was recorded. {only}"
     alone = verdict(compare([run("a", 0, [0.5, 0.6])]))
-    assert alone.headline == "No verdict: a is the only mode here; there is nothing to compare it with."
+    assert alone.answer.text == f"a: accuracy in training rollouts, equal steps 0.6 over 1 seed. {only}"
 
 
 # -- on fresh prompts, at the end -------------------------------------------------------------------------------------
@@ -189,7 +208,7 @@ def test_fresh_prompts_decide_at_equal_steps_and_the_rollouts_stand_beside_them(
     assert found.outcomes["accuracy"]["b"].pair.test.difference.mean == pytest.approx(0)
     by_steps, by_tokens = verdict(found).rankings
     assert by_steps.outcome == "accuracy_on_fresh_prompts"
-    both = "(Holm over the 2 pairs of both lists)"
+    both = "(Holm over the 4 tests of this comparison)"
     assert by_steps.heading == f"at equal steps, accuracy on fresh prompts (end), after step 3, against a {both}"
     assert by_steps.standings[0].difference is not None
     assert by_steps.standings[0].difference.mean == pytest.approx(0.31 / 3)  # 0.1, 0.1, 0.11
@@ -238,13 +257,13 @@ def trained(mode: str, seed: int, rng: np.random.Generator, gain: float = 0.0) -
 @pytest.mark.parametrize("n", [3, 5, 10])
 def test_runs_that_differ_only_in_seed_are_called_different_in_5_percent_of_comparisons(n: int):
     """300 comparisons: each figure's t-test is below 5 % in 5 % of them, within 3.5 binomial standard errors (1.26 %), and its
-    interval covers 0 in all the others; a verdict, which has both figures, says so in 5 % at most."""
+    interval covers 0 in all the others; a comparison, which has these and two more, says so in 5 % at most."""
     rng = np.random.default_rng([n, 99])
     called, said = [], []
     for _ in range(300):
         comparison = compare([trained(mode, seed, rng) for mode in ("a", "b") for seed in range(n)])
         found = verdict(comparison)
-        said.append(any(ranking.shown for ranking in found.rankings))
+        said.append(any(effect.shown for effect in effects_of(comparison)))
         pairs = [comparison.outcomes[ranking.outcome]["b"].pair for ranking in found.rankings]
         called.append([pair is not None and pair.test.p is not None and pair.test.p < 0.05 for pair in pairs])
         for pair, is_called in zip(pairs, called[-1], strict=True):
@@ -260,28 +279,27 @@ def test_runs_that_differ_only_in_seed_are_called_different_in_5_percent_of_comp
     assert np.mean(np.any(called, axis=1)) > np.mean(said), "two tests at 5 % each are more than 5 % together"
 
 
-def test_the_pairs_of_both_rankings_are_corrected_together():
-    """Three pairs at equal steps and three at equal tokens: the smallest p counts six times, the next at least as much."""
+def test_all_pairs_of_all_outcomes_are_corrected_together_and_each_p_stands_wherever_the_pair_does():
+    """Four outcomes of three pairs: the smallest p counts twelve times, the next at least as much."""
     rng = np.random.default_rng(5)
     runs = [
-        run(m, s, [0.1, 0.5 + up + rng.normal(0, 0.02)], 10.0 + s)
+        run(m, s, [0.1, 0.5 + up + rng.normal(0, 0.02)], 10.0 + s + rng.normal(0, 0.1))
         for m, up in zip("abcd", (0, 0.2, 0, 0), strict=True)
         for s in range(4)
     ]
     comparison = compare(runs, window=0)
-    found = verdict(comparison)
-    raw, corrected = [], []
-    for ranking in found.rankings:
+    pairs = {(name, label): one.pair for name, of in comparison.outcomes.items() for label, one in of.items() if one.pair}
+    raw, corrected = (
+        np.asarray(values, dtype=float) for values in zip(*((one.test.p, one.p_holm) for one in pairs.values()), strict=True)
+    )
+    assert len(raw) == comparison.tests == 12
+    order = np.argsort(raw)
+    expected = np.minimum(np.maximum.accumulate(raw[order] * np.arange(12, 0, -1)), 1)
+    assert corrected[order] == pytest.approx(expected, rel=1e-12)
+    for ranking in verdict(comparison).rankings:
         for one in ranking.standings:
             if one.word != "baseline":
-                pair = comparison.outcomes[ranking.outcome][one.label].pair
-                assert pair is not None
-                raw.append(pair.test.p)
-                corrected.append(one.p_holm)
-    assert len(raw) == 6
-    order = np.argsort(raw)
-    expected = np.minimum(np.maximum.accumulate(np.asarray(raw)[order] * np.arange(6, 0, -1)), 1)
-    assert np.asarray(corrected)[order] == pytest.approx(expected, rel=1e-12)
+                assert one.p_holm == pairs[ranking.outcome, one.label].p_holm
 
 
 @pytest.mark.slow
@@ -307,7 +325,7 @@ def test_three_null_modes_beside_the_baseline_give_a_false_positive_in_at_most_5
     shown = []
     for _ in range(150):
         runs = [trained(mode, seed, rng) for mode in "abcd" for seed in range(4)]
-        shown.append(verdict(compare(runs)).rankings[0].shown)
+        shown.append(any(effect.shown for effect in effects_of(compare(runs))))
     assert np.mean(shown) < 0.05 + 3.5 * math.sqrt(0.05 * 0.95 / 150)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Answer:
-    """Whole sentences, each with its full stop, three at most: what differs and by how much, how sure that is, and what to do
-    about it. In JSON `answer`, the list of them.
+    """Whole sentences, each with its full stop: what differs and by how much, how sure that is, and what to do about it; three
+    at most, and before them what went wrong. In JSON `answer`, the list of them.
     """
 
     sentences: tuple[str, ...]

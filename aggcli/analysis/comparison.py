@@ -1,21 +1,36 @@
 """The outcomes of a comparison: per arm over its seeds, and paired with the baseline's, seed by seed.
 
 Every number of an arm, and every difference of a pair, is made from the runs of that arm or pair alone: another arm beside
-them changes none (only Holm's correction, which counts the pairs that are shown).
+them changes none. Only Holm's correction counts them: one family is all pairs of all outcomes, and the exponents of fitted
+curves where there are any, so that runs which differ in nothing are told apart anywhere in 5 % of comparisons at most. The p
+of a pair is that one wherever it stands, and a difference is called shown where it is below 5 %.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from aggcli.analysis.efficiency import EfficiencyPair
 from aggcli.analysis.histories import History, with_labels
 from aggcli.analysis.outcomes import OUTCOMES, WINDOW, Common, Outcome, Terms, default_reach, span_of, steps_trained, values_in
-from aggcli.analysis.statistics import Interval, PairedTest, holm, interquartile_mean, interval, paired_test, standard_deviation
+from aggcli.analysis.power import Power, power_of
+from aggcli.analysis.statistics import (
+    Interval,
+    PairedTest,
+    holm,
+    holm_levels,
+    interquartile_mean,
+    interval,
+    is_shown,
+    paired_test,
+    standard_deviation,
+)
 from aggcli.errors import SettingError, nearest, some
 from aggcli.measurement.words import plural
 
@@ -23,7 +38,8 @@ from aggcli.measurement.words import plural
 @dataclass(frozen=True)
 class Pair:
     """An arm against the baseline. `mean` and `baseline_mean`: the two whose difference it is, over the pair's seeds and where
-    its own runs are equal; `p_holm` and `sign_flip_holm`: corrected over the pairs of this outcome.
+    its own runs are equal; `p_holm` and `sign_flip_holm`: corrected over all tests of the comparison; `level`: what `test.p`
+    must be below for a difference to be shown, given the other tests; None where there is no test.
     """
 
     baseline: str
@@ -33,6 +49,17 @@ class Pair:
     baseline_mean: float
     p_holm: float | None = None
     sign_flip_holm: float | None = None
+    level: float | None = None
+
+    @property
+    def shown(self) -> bool:
+        """Whether a difference is."""
+        return is_shown(self.p_holm)
+
+    @functools.cached_property
+    def power(self) -> Power | None:
+        """What the pair could have shown; None where its differences have no spread."""
+        return None if self.level is None or not self.test.std else power_of(self.test.std, self.test.difference.n, self.level)
 
 
 @dataclass(frozen=True)
@@ -64,6 +91,7 @@ class Comparison:
 
     `defined`: what each of them is, by name; `window`: the share of the common range that they are means of; `length_unit`:
     what the lengths are counted in; `recorded`: whether the rollouts were recorded before, so that nothing was left to chance.
+    `ratios`: the exponents of fitted curves, which are tested too; `tests`: how many tests Holm's correction is over.
     """
 
     baseline: str
@@ -75,6 +103,8 @@ class Comparison:
     window: float = WINDOW
     length_unit: str = "tokens"
     recorded: bool = False
+    ratios: tuple[EfficiencyPair, ...] = ()
+    tests: int = 0
 
     def named(self, outcome: str) -> str:
         """An outcome as the table names it: `tokens to accuracy 0.75`."""
@@ -89,12 +119,13 @@ def compare(
     window: float = WINDOW,
     reach: float | None = None,
     ends: Mapping[str, Mapping[Path, float]] | None = None,
+    ratios: Sequence[EfficiencyPair] = (),
 ) -> Comparison:
     """Every outcome of every arm. `baseline`: its label, default the first; `reach`: the accuracy of tokens_to_accuracy.
 
     `window`: share of the common range that an outcome is the mean of; 0 takes the last point alone. `ends`: what
-    `aggcli.analysis.evaluations` read of the policies that the runs ended with. Raises `SettingError` for a baseline that is
-    not among the labels.
+    `aggcli.analysis.evaluations` read of the policies that the runs ended with; `ratios`: the exponents of their fitted curves,
+    tested with the rest. Raises `SettingError` for a baseline that is not among the labels.
     """
     arms = arms_of(runs, baseline)
     base = next(iter(arms))
@@ -109,7 +140,32 @@ def compare(
             outcomes[outcome.name] = _with_pairs(outcome, present, arms, base, terms)
     notes = [*_notes(arms, base, outcomes), *_not_reached(arms, outcomes, terms.reach), *_all_wrong(outcomes)]
     notes += _unequal_ends(arms, base) if terms.ends else []
-    return Comparison(base, tuple(arms), outcomes, terms.reach, tuple(notes), window=window)
+    return _corrected(Comparison(base, tuple(arms), outcomes, terms.reach, tuple(notes), window=window, ratios=tuple(ratios)))
+
+
+def _corrected(comparison: Comparison) -> Comparison:
+    """The comparison with its tests corrected together."""
+    pairs = {
+        (name, label): estimate.pair
+        for name, of_arm in comparison.outcomes.items()
+        for label, estimate in of_arm.items()
+        if estimate.pair is not None
+    }
+    tests = [*(pair.test for pair in pairs.values()), *(one.test for one in comparison.ratios)]
+    p_holm = holm([test.p for test in tests])
+    flips = holm([None if test.sign_flip is None else test.sign_flip.p for test in tests])
+    levels = holm_levels(p_holm)
+    done = {
+        at: dataclasses.replace(pair, p_holm=p_holm[k], sign_flip_holm=flips[k], level=levels[k])
+        for k, (at, pair) in enumerate(pairs.items())
+    }
+    outcomes = {
+        name: {label: dataclasses.replace(one, pair=done.get((name, label))) for label, one in of_arm.items()}
+        for name, of_arm in comparison.outcomes.items()
+    }
+    ratios = tuple(dataclasses.replace(one, p_holm=p) for one, p in zip(comparison.ratios, p_holm[len(pairs) :], strict=True))
+    tested = sum(p is not None for p in p_holm)
+    return dataclasses.replace(comparison, outcomes=outcomes, ratios=ratios, tests=tested)
 
 
 def arms_of(runs: Sequence[History], baseline: str | None) -> dict[str, list[History]]:
@@ -137,19 +193,12 @@ def _estimate(outcome: Outcome, label: str, runs: Sequence[History], terms: Term
 def _with_pairs(
     outcome: Outcome, present: Mapping[str, Estimate], arms: Mapping[str, Sequence[History]], base: str, terms: Terms
 ) -> dict[str, Estimate]:
-    pairs = {label: _pair(outcome, arms[label], arms[base], terms) for label in present if label != base}
-    shown = {label: pair for label, pair in pairs.items() if isinstance(pair, Pair)}
-    unpaired = {label: pair for label, pair in pairs.items() if isinstance(pair, str)}
-    p = holm([pair.test.p for pair in shown.values()])
-    flips = holm([None if (flip := pair.test.sign_flip) is None else flip.p for pair in shown.values()])
-    done = {
-        label: dataclasses.replace(pair, p_holm=one, sign_flip_holm=flip)
-        for (label, pair), one, flip in zip(shown.items(), p, flips, strict=True)
-    }
-    return {
-        label: dataclasses.replace(estimate, pair=done.get(label), unpaired=unpaired.get(label, ""))
-        for label, estimate in present.items()
-    }
+    done = {}
+    for label, estimate in present.items():
+        pair = _pair(outcome, arms[label], arms[base], terms) if label != base else None
+        unpaired = pair if isinstance(pair, str) else ""
+        done[label] = dataclasses.replace(estimate, pair=pair if isinstance(pair, Pair) else None, unpaired=unpaired)
+    return done
 
 
 def _pair(outcome: Outcome, arm: Sequence[History], base: Sequence[History], terms: Terms) -> Pair | str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from scipy import optimize
@@ -17,7 +17,7 @@ from scipy import optimize
 from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
 from aggcli.analysis.histories import AXES, History, with_labels
 from aggcli.analysis.sigmoid import CurveParameters, Floats, sigmoid, slopes
-from aggcli.analysis.statistics import SHARE, Interval, PairedTest, geometric_interval, holm, interval, paired_test
+from aggcli.analysis.statistics import SHARE, Interval, PairedTest, geometric_interval, interval, paired_test
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ModeCurve:
 @dataclass(frozen=True)
 class EfficiencyPair:
     """B of a mode over B of the baseline, both fitted under one A. `ratio`: geometric mean over seeds, with its interval;
-    `test`: of ln B paired by seed; `p_holm`: corrected over the pairs.
+    `test`: of ln B paired by seed; `p_holm`: corrected over all tests of the comparison, None until it stands in one.
     """
 
     label: str
@@ -118,8 +118,7 @@ def efficiency(
         assert test is not None
         ratio = geometric_interval([mine[seed] / theirs[seed] for seed in seeds])
         pairs.append(EfficiencyPair(label, baseline, asymptote, {label: mine, baseline: theirs}, ratio, test))
-    corrected = holm([pair.test.p for pair in pairs])
-    return [replace(pair, p_holm=p) for pair, p in zip(pairs, corrected, strict=True)]
+    return pairs
 
 
 def common_asymptote(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggcli.analysis.histories import Floats, History
-from aggcli.analysis.statistics import SHARE, Bounds
+from aggcli.analysis.statistics import POSITIVE, SHARE, Bounds
 
 WINDOW = 0.1
 """An outcome is the mean over the last tenth of the common range: a single step's rollouts are too few to tell modes apart."""
@@ -21,6 +21,9 @@ _POINTS = 33
 """Points at which a curve is interpolated inside the window of a token range."""
 REACH = 0.9
 """Without a level to reach: this share of the baseline's own way from its first steps to its last."""
+
+COUNTED = ("tokens", "characters", "words", "nats")
+"""Units of what is never below 0. An estimate of a divergence in nats may be; its interval is then Student's own."""
 
 Axis = Literal["steps", "tokens", "end"]
 """What runs are equal in where an outcome is taken: rollout steps, tokens, or `end`: the steps that the whole training took."""
@@ -40,7 +43,9 @@ class Outcome:
     @property
     def bounds(self) -> Bounds | None:
         """What its numbers lie between by their meaning; None where they have no such bounds."""
-        return (-1.0, 1.0) if self.name == "gradient_cosine" else SHARE if self.unit == "share" else None
+        if self.name == "gradient_cosine":
+            return (-1.0, 1.0)
+        return SHARE if self.unit == "share" else POSITIVE if self.unit in COUNTED else None
 
 
 OUTCOMES = {

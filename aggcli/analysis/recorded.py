@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from aggcli.analysis.answer import Answer
 from aggcli.analysis.comparison import Comparison, Estimate, arms_of, estimate_of
 from aggcli.analysis.histories import History
 from aggcli.analysis.outcomes import Common, Outcome
@@ -142,7 +143,7 @@ def recorded_verdict(comparison: Comparison, runs: Sequence[History]) -> Verdict
     lines = [_line(comparison, label) for label in comparison.labels if label != comparison.baseline]
     steps = next((outcome.common for own in comparison.outcomes.values() for outcome in own.values() if outcome.common), None)
     over = f", mean of {plural(steps.points, 'step')}" if steps else ""
-    return Verdict(headline, remarks=(f"against {comparison.baseline}{over}", tuple(filter(None, lines))))
+    return Verdict(Answer((headline,)), remarks=(f"against {comparison.baseline}{over}", tuple(filter(None, lines))))
 
 
 def _line(comparison: Comparison, label: str) -> str:

@@ -219,6 +219,7 @@ _ENVIRONMENT = (
 )
 _PROMPTS = "fresh prompts"
 _EVALUATION = (
+    Field("prompts", WHOLE, "fresh prompts that the policy was evaluated on, one rollout each", "the run", "prompts"),
     Field("accuracy", NUMBER, "share of right rollouts after training, one rollout a prompt", _PROMPTS, "share"),
     Field("response_length", NUMBER, "mean response length", _PROMPTS, "tokens"),
     Field("correct_response_length", BLANK, "mean response length of the right rollouts", _PROMPTS, "tokens"),

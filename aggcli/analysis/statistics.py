@@ -1,12 +1,13 @@
 """Statistics of a comparison: seeds are the unit; intervals are Student's t, differences are paired by seed.
 
-The interval of a mean whose numbers have bounds, such as a share, is taken on the logit scale of the mean, so that it stays
-inside them: logit(m) plus or minus t * se / (m (1 - m)), which is Student's interval to first order (the delta method). The
-difference of two such means lies within the distance of the bounds, where its interval is cut: it stays the one of the t-test.
+The interval of a mean whose numbers have bounds is taken on a scale of the mean without them, so that it stays inside: for a
+share m the logit, logit(m) plus or minus t * se / (m (1 - m)); for what is never below 0, such as a length, the logarithm,
+log(m) plus or minus t * se / m. Both are Student's interval to first order (the delta method), and of the arithmetic mean. The
+difference of two shares lies within the distance of the bounds, where its interval is cut: it stays the one of the t-test.
 
-Decisions use the paired t-test at 5 %, corrected by Holm over the pairs that are shown. The exact sign-flip permutation p-value
-stands beside it: it assumes no law of the differences but that they are as likely of one sign as of the other, and it cannot
-fall below its floor of 2/2^n, so below 6 seeds it never reaches 5 %.
+Decisions use the paired t-test at 5 %, corrected by Holm over all tests of a comparison. The exact sign-flip permutation
+p-value stands beside it: it assumes no law of the differences but that they are as likely of one sign as of the other, and it
+cannot fall below its floor of 2/2^n, so below 6 seeds it never reaches 5 %.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from scipy.special import expit, logit, stdtrit
 from aggcli.measurement.words import plural
 
 CONFIDENCE = 0.95
+ALPHA = 1 - CONFIDENCE
+"""A difference is called shown where its corrected p is below this."""
 RESAMPLES = 2**14
 """Sign flips are enumerated up to this many, that is up to 14 seeds; beyond, this many are drawn, from a fixed seed."""
+_FURTHEST = 300.0
+"""No interval on a log scale reaches further up, which no number could hold."""
 _ROUNDING = 1e-12
 """Differences whose spread is below this share of their size are equal but for rounding."""
 
@@ -59,12 +64,14 @@ class PairedTest:
     """A paired difference and what speaks against it being 0.
 
     `p`: paired t-test; None for a single seed, as is `sign_flip`. A difference that is the same in all seeds, be it 0, has no
-    interval: a spread of 0 over a few seeds is a matter of luck, not of certainty.
+    interval: a spread of 0 over a few seeds is a matter of luck, not of certainty. `std`: of the differences, with n-1; None
+    where there is no interval.
     """
 
     difference: Interval
     p: float | None
     sign_flip: SignFlip | None
+    std: float | None = None
 
 
 def student_t(freedom: float) -> float:
@@ -74,14 +81,16 @@ def student_t(freedom: float) -> float:
 
 Bounds = tuple[float, float]
 SHARE: Bounds = (0.0, 1.0)
+POSITIVE: Bounds = (0.0, math.inf)
 
 
 def interval(values: Sequence[float], bounds: Bounds | None = None) -> Interval:
     """The mean of `values` (one a seed) and its Student-t interval, standard deviation with n-1.
 
-    `bounds`: what the numbers lie between by their meaning; the interval is then taken on the logit scale of the mean, unless a
-    number lies outside of them. One value has no interval, and equal ones (but for rounding) have none either: an interval
-    without width would claim that the next seed must come out the same. Raises ValueError for no values.
+    `bounds`: what the numbers lie between by their meaning; the interval is then taken on the logit scale of the mean, or with
+    `POSITIVE` on its log scale, unless a number lies outside of them. One value has no interval, and equal ones (but for
+    rounding) have none either: an interval without width would claim that the next seed must come out the same. Raises
+    ValueError for no values.
     """
     n = len(values)
     if not n:
@@ -93,6 +102,8 @@ def interval(values: Sequence[float], bounds: Bounds | None = None) -> Interval:
     reach = student_t(n - 1) * spread
     if bounds is None or not (bounds[0] <= min(values) and max(values) <= bounds[1]):
         return Interval(mean, mean - reach, mean + reach, n)
+    if bounds == POSITIVE:
+        return Interval(mean, mean * math.exp(-reach / mean), mean * math.exp(min(reach / mean, _FURTHEST)), n)
     width = bounds[1] - bounds[0]
     share = (mean - bounds[0]) / width
     reach /= width * share * (1 - share)
@@ -102,7 +113,7 @@ def interval(values: Sequence[float], bounds: Bounds | None = None) -> Interval:
 
 def cut(found: Interval, bounds: Bounds | None) -> Interval:
     """The interval of a difference of two numbers with these bounds, cut at the largest difference that they can have."""
-    if bounds is None or found.low is None or found.high is None:
+    if bounds is None or bounds == POSITIVE or found.low is None or found.high is None:
         return found
     width = bounds[1] - bounds[0]
     return dataclasses.replace(found, low=max(found.low, -width), high=min(found.high, width))
@@ -177,7 +188,7 @@ def paired_test(values: Mapping[int, float], baseline: Mapping[int, float], boun
     from scipy import stats
 
     _, p = stats.ttest_1samp(differences, 0.0)
-    return PairedTest(found, float(p), flipped)  # pyright: ignore[reportArgumentType]: the stubs know no pair of numbers
+    return PairedTest(found, float(p), flipped, standard_deviation(differences))  # pyright: ignore[reportArgumentType]: the stubs know no pair of numbers
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -193,3 +204,19 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
         largest = max(largest, min(1.0, (len(order) - rank) * p))
         corrected[at] = largest
     return corrected
+
+
+def is_shown(p: float | None) -> bool:
+    """Whether a corrected p-value shows a difference."""
+    return p is not None and p < ALPHA
+
+
+def holm_levels(corrected: Sequence[float | None]) -> list[float | None]:
+    """What each uncorrected p-value must be below to be shown, given the others: 5 % over the number of tests that are not
+    shown, itself among them. None for one that was not made.
+
+    By Holm's steps: were k others shown, a further one of m is shown if and only if its p is below 5 % / (m - k).
+    """
+    tested = [p for p in corrected if p is not None]
+    shown = sum(map(is_shown, tested))
+    return [None if p is None else ALPHA / (len(tested) - shown + is_shown(p)) for p in corrected]

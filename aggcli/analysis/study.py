@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from aggcli.analysis.comparison import Comparison, compare
+from aggcli.analysis.answer import Answer
+from aggcli.analysis.comparison import Comparison, arms_of, compare
 from aggcli.analysis.divergence import Diverged, collapsed_in_words, diverged_of, in_words, unfinished
 from aggcli.analysis.efficiency import MOST_FITS, EfficiencyPair, FittedRun, ModeCurve, efficiency, fit_runs, mode_curves
 from aggcli.analysis.evaluations import evaluations_of
@@ -17,8 +18,9 @@ from aggcli.analysis.histories import AXES, History, shared_seconds
 from aggcli.analysis.outcomes import WINDOW
 from aggcli.analysis.recorded import compare_recorded, on_recorded_rollouts, recorded_verdict
 from aggcli.analysis.settings import SettingDifference, differences, labelled, warnings, without_duplicates
+from aggcli.analysis.training_answer import verdict
 from aggcli.analysis.units import one_length_unit
-from aggcli.analysis.verdict import Verdict, verdict, with_verdict_p
+from aggcli.analysis.verdict import Verdict
 from aggcli.measurement.words import plural
 
 
@@ -95,15 +97,17 @@ def study(
         notes += ["--fit: the accuracy of recorded rollouts is no learning curve, so none is fitted"] if fit else []
     else:
         ends, missing = evaluations_of(runs)
-        comparison = replace(compare(runs, baseline, window=window, reach=reach, ends=ends), length_unit=unit)
-        curves, refused = _curves(runs, comparison.baseline, fit, axis)
-        found = verdict(comparison, curves.ratios)
-        comparison = with_verdict_p(comparison, found)
+        curves, refused = _curves(runs, next(iter(arms_of(runs, baseline))), fit, axis)
+        comparison = compare(runs, baseline, window=window, reach=reach, ends=ends, ratios=curves.ratios)
+        comparison = replace(comparison, length_unit=unit)
+        curves = replace(curves, ratios=comparison.ratios)
+        found = verdict(comparison, runs)
         notes += [*missing, *comparison.notes, *refused]
     differing = tuple(differences(runs))
     collapsed = "" if recorded else collapsed_in_words(runs)
-    said = " ".join(filter(None, (in_words(gone, Counter(run.label for run in runs)), collapsed, found.headline)))
-    found = replace(found, headline=said, warnings=tuple(warnings(differing)))
+    first = tuple(filter(None, (in_words(gone, Counter(run.label for run in runs)), collapsed)))
+    answer = Answer((*first, *found.answer.sentences))
+    found = replace(found, answer=answer, warnings=tuple(warnings(differing)))
     return Study(tuple(runs), recorded, comparison, found, tuple(notes), gone, differing, curves)
 
 

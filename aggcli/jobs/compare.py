@@ -61,8 +61,13 @@ class ComparisonResult(Shown):
     notes: tuple[str, ...]
 
     @property
+    def answer(self) -> list[str]:
+        """The answer: what differs and by how much, how sure that is, and what to do about it."""
+        return list(self.study.verdict.answer.sentences)
+
+    @property
     def verdict(self) -> list[str]:
-        """The verdict in words: the headline, and what it rests on."""
+        """The verdict in words: the answer, and what it rests on."""
         from aggcli.report.verdict_formats import verdict_lines
 
         return list(verdict_lines(self.study.verdict))
@@ -89,8 +94,8 @@ class ComparisonResult(Shown):
 
         if self.study.recorded:
             return tables.recorded_caption(self.rows)
-        pairs, reach = self.study.verdict.pairs, self.options.reach
-        return tables.caption(self.rows, self.options.precision, verdict_pairs=pairs, iqm=kind == "table", reach=reach)
+        tests, reach = self.study.comparison.tests, self.options.reach
+        return tables.caption(self.rows, self.options.precision, tests=tests, iqm=kind == "table", reach=reach)
 
     def as_json(self) -> dict[str, Any]:
         """What `--json` prints."""
@@ -103,6 +108,7 @@ class ComparisonResult(Shown):
             "schema": SCHEMA,
             "baseline": comparison.baseline,
             "modes": list(comparison.labels),
+            "answer": self.answer,
             "verdict": verdict_json(study.verdict),
             "outcomes": json_rows(self.rows),
             "length_unit": comparison.length_unit,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -28,3 +29,16 @@ def apart(a: float, b: float, size: float) -> str:
     the first is near 0: less than a thousandth of `size`, what it was summed from."""
     relative = f", {100 * abs(a - b) / abs(a):.3g} % of {a:.6g}" if abs(a) > size / 1000 else ""
     return f" ({abs(a - b):.3g} apart{relative})"
+
+
+def number(value: float, precision: int) -> str:
+    """`value` to this many significant digits, without an exponent for large numbers: 123456.7 is 123500 at 4."""
+    if not math.isfinite(value):
+        return ""
+    digits = precision - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{round(value, digits):.0f}" if value and digits <= 0 else f"{value:.{precision}g}"
+
+
+def signed(value: float, precision: int) -> str:
+    """`number` with its sign: a difference."""
+    return ("+" if value >= 0 else "") + number(value, precision)

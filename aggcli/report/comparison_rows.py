@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from aggcli.analysis.comparison import Comparison, Estimate
 from aggcli.analysis.outcomes import Common
-from aggcli.analysis.statistics import Interval, standard_deviation
+from aggcli.analysis.statistics import Interval, is_shown, standard_deviation
 from aggcli.analysis.study import Curves
 from aggcli.errors import SettingError, nearest
-from aggcli.measurement.words import plural
+from aggcli.measurement.words import number, plural
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,10 @@ class Row:
 
     `mean` is of all of the arm's seeds, `where` its own runs are equal; `difference` is `pair_mean` - `baseline_pair_mean`, of
     the `pairs` seeds that both arms have, `compared_where` the pair's runs are equal. `std`: of the seeds' numbers, with n-1,
-    also where mean and interval are those of their logarithms. `no_...`: why there is none; empty where there is one, and for
-    the difference of the baseline to itself.
+    also where mean and interval are those of their logarithms. `shown`: whether a difference is, None where none was tested;
+    `smallest_difference` and `seeds_for_half`: what could have been, where it is not, at `level` (`aggcli.analysis.power`);
+    `seeds_for_half` is None too where it would take more than `power.MOST_SEEDS`. `no_...`: why there is none; empty where
+    there is one, and for the difference of the baseline to itself.
     """
 
     outcome: str
@@ -51,6 +53,10 @@ class Row:
     sign_flip_floor: float | None = None
     sign_flip_exact: bool | None = None
     sign_flip_p_holm: float | None = None
+    shown: bool | None = None
+    level: float | None = None
+    smallest_difference: float | None = None
+    seeds_for_half: int | None = None
     no_interval: str = ""
     no_difference: str = ""
     no_difference_interval: str = ""
@@ -114,18 +120,11 @@ def curve_rows(curves: Curves) -> list[Row]:
                 sign_flip_p=flip and flip.p,
                 sign_flip_floor=flip and flip.floor,
                 sign_flip_exact=flip and flip.exact,
+                shown=None if pair.p_holm is None else is_shown(pair.p_holm),
                 no_interval=found.without,
             )
         )
     return rows
-
-
-def number(value: float, precision: int) -> str:
-    """`value` to this many significant digits, without an exponent for large numbers: 123456.7 is 123500 at 4."""
-    if not math.isfinite(value):
-        return ""
-    digits = precision - 1 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{round(value, digits):.0f}" if value and digits <= 0 else f"{value:.{precision}g}"
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------
@@ -152,7 +151,7 @@ def _row(comparison: Comparison, name: str, outcome: Estimate) -> Row:
     if outcome.pair is None:
         return base
     test = outcome.pair.test
-    flip = test.sign_flip
+    flip, power = test.sign_flip, None if outcome.pair.shown else outcome.pair.power
     return Row(
         **{
             **vars(base),
@@ -172,6 +171,10 @@ def _row(comparison: Comparison, name: str, outcome: Estimate) -> Row:
             "sign_flip_floor": flip and flip.floor,
             "sign_flip_exact": flip and flip.exact,
             "sign_flip_p_holm": outcome.pair.sign_flip_holm,
+            "shown": None if test.p is None else outcome.pair.shown,
+            "level": outcome.pair.level,
+            "smallest_difference": power and power.smallest,
+            "seeds_for_half": power and power.seeds_for_half,
             "no_difference_interval": test.difference.without,
         }
     )

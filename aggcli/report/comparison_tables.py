@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +11,17 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
+from aggcli.analysis.outcomes import COUNTED
+from aggcli.analysis.power import MOST_SEEDS
 from aggcli.analysis.statistics import RESAMPLES
-from aggcli.measurement.words import listed, plural
+from aggcli.measurement.words import listed, number, plural, signed
 from aggcli.report.blocks import BlockTable
-from aggcli.report.comparison_rows import Row, number
+from aggcli.report.comparison_rows import Row
 from aggcli.report.escapes import in_csv, in_latex, in_markdown, visible
 from aggcli.report.folding import WIDTH, folded
 
+NO_DIFFERENCE = "~"
+"""Stands where no difference is shown."""
 ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
 
 
@@ -97,11 +100,9 @@ def recorded_caption(rows: Sequence[Row]) -> str:
     return " ".join([said, *_bounded(rows)])
 
 
-def caption(
-    rows: Sequence[Row], precision: int, *, verdict_pairs: int = 0, iqm: bool = False, reach: float | None = None
-) -> str:
-    """How to read the numbers. `verdict_pairs`: how many pairs the verdict's p-values are corrected over; `iqm`: whether the
-    table has interquartile means; `reach`: the accuracy that was asked for, None where it is the baseline's own.
+def caption(rows: Sequence[Row], precision: int, *, tests: int = 0, iqm: bool = False, reach: float | None = None) -> str:
+    """How to read the numbers. `tests`: how many tests the p-values are corrected over; `iqm`: whether the table has
+    interquartile means; `reach`: the accuracy that was asked for, None where it is the baseline's own.
     """
     own_means = [_OWN_MEANS] if any(_has_own_means(row, rows, precision) for row in rows) else []
     if all(row.n == 1 for row in rows):
@@ -110,10 +111,14 @@ def caption(
     said += [*_bounded(rows), *_logarithmic(rows), *own_means]
     tested = [row for row in rows if row.p_holm is not None]
     if tested:
-        pairs = max(Counter(row.outcome for row in tested).values())
-        by = f"corrected by Holm over the {pairs} pairs of an outcome" if pairs > 1 else "one pair an outcome, not corrected"
-        verdict = f" (over the {verdict_pairs} pairs of the verdict where an outcome is in it)" if verdict_pairs > 1 else ""
-        said += [f"p: paired t-test, {by}{verdict}.", _sign_flip(tested)]
+        by = f"corrected by Holm over all {tests} tests of the comparison" if tests > 1 else "one test, not corrected"
+        said += [f"p: paired t-test, {by}; {NO_DIFFERENCE} where it shows no difference (5 % or more).", _sign_flip(tested)]
+        said += ["Each interval holds for itself at 95 %, uncorrected."] if tests > 1 else []
+        if any(row.smallest_difference is not None for row in rows):
+            said.append(
+                "Could show: the smallest difference that 80 % of such comparisons would have shown at the level that it was"
+                " tested at, and the seeds that half of it takes if the spread stays."
+            )
         if any(row.difference is not None and row.difference_low is None for row in tested):
             said.append("A difference that is the same in all seeds has no interval, and its p is the sign-flip's.")
     if iqm and any(row.interquartile_mean is not None for row in rows):
@@ -123,7 +128,18 @@ def caption(
 
 # -- parts ----------------------------------------------------------------------------------------------------------
 
-_HEADS = ("outcome", "mode", "n", "mean", "95 % interval", "difference", "95 % interval", "p (Holm)", "sign-flip p (floor)")
+_HEADS = (
+    "outcome",
+    "mode",
+    "n",
+    "mean",
+    "95 % interval",
+    "difference",
+    "95 % interval",
+    "p (Holm)",
+    "sign-flip p (floor)",
+    "could show (seeds for half)",
+)
 
 
 _OWN_MEANS = (
@@ -140,6 +156,9 @@ def _bounded(rows: Sequence[Row]) -> list[str]:
     said = []
     if any(row.low is not None for row in own):
         said.append("Of shares and cosines: interval on the logit scale of the mean, so that it stays within their bounds.")
+    counted = [unit for unit in COUNTED if any(row.low is not None and row.low > 0 and row.unit == unit for row in rows)]
+    if counted:
+        said.append(f"Of means in {listed(counted)}: on the log scale of the mean, so that it stays above 0.")
     if any(row.difference_low is not None for row in own):
         said.append("Intervals of differences of shares are cut at -1 and 1.")
     return said
@@ -201,8 +220,9 @@ def _flat(row: Row, rows: Sequence[Row], precision: int) -> list[str]:
         _bounds(row.low, row.high, precision) or row.no_interval,
         row.no_difference if row.difference is None else _signed(row.difference, precision) + means,
         _difference_bounds(row, precision),
-        p_value(row.p_holm),
+        f"{_mark(row)}{p_value(row.p_holm)}",
         "" if row.sign_flip_floor is None else f"{p_value(row.sign_flip_p)} ({row.sign_flip_floor:.2g})",
+        "" if row.smallest_difference is None else f"{number(row.smallest_difference, 2)} ({_seeds_for_half(row)})",
     ]
 
 
@@ -226,7 +246,9 @@ def _cells(row: Row, rows: Sequence[Row], precision: int, where: str, width: int
         lines += _folded(f"    {row.no_difference}", width)
     if row.difference is not None:
         bounds = _difference_bounds(row, precision)
-        lines += _line(f"    minus {row.baseline}", _signed(row.difference, precision), bounds, [_evidence(row)], width)
+        lines += _line(
+            f"    minus {row.baseline}", _signed(row.difference, precision), bounds, [_evidence(row), _could_show(row)], width
+        )
         if _has_own_means(row, rows, precision):
             over = [row.compared_where, plural(row.pairs or 0, "seed") if row.pairs != row.n else ""]
             lines += _folded(f"{_UNDER}{', '.join(filter(None, [_own_means(row, precision), *over]))}", width)
@@ -260,7 +282,22 @@ def _evidence(row: Row) -> str:
     if row.p_holm is None:
         return "no test"
     flip = "" if row.sign_flip_floor is None else f", sign-flip {p_value(row.sign_flip_p)}"
-    return f"p {p_value(row.p_holm)}{flip}"
+    return f"{_mark(row)}p {p_value(row.p_holm)}{flip}"
+
+
+def _mark(row: Row) -> str:
+    return f"{NO_DIFFERENCE} " if row.shown is False else ""
+
+
+def _could_show(row: Row) -> str:
+    """`could show 0.021, half with 14 seeds`; empty where a difference is shown, or nothing is known of it."""
+    if row.smallest_difference is None:
+        return ""
+    return f"could show {number(row.smallest_difference, 2)}, half with {_seeds_for_half(row)} seeds"
+
+
+def _seeds_for_half(row: Row) -> str:
+    return f"> {MOST_SEEDS}" if row.seeds_for_half is None else str(row.seeds_for_half)
 
 
 def _headline(row: Row, where: str) -> str:
@@ -286,8 +323,7 @@ def _difference_bounds(row: Row, precision: int) -> str:
 
 
 def _signed(value: float, precision: int) -> str:
-    precision = max(1, precision - 1)  # a difference is not known to more digits than its parts
-    return ("+" if value >= 0 else "") + number(value, precision)
+    return signed(value, max(1, precision - 1))  # a difference is not known to more digits than its parts
 
 
 def p_value(value: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from aggcli.analysis.answer import Answer
 from aggcli.analysis.comparison import Comparison
 from aggcli.analysis.frames import Frames
 from aggcli.analysis.histories import History, read_histories
@@ -29,6 +30,11 @@ class Findings:
     verdict: Verdict
     differing: tuple[SettingDifference, ...]
     notes: tuple[str, ...]
+
+    @property
+    def answer(self) -> Answer:
+        """What stands above everything else."""
+        return self.verdict.answer
 
     @property
     def seeds(self) -> int:

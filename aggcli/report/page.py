@@ -99,7 +99,7 @@ def _head(question: str, frames: Frames, directories: Sequence[Path]) -> Markup:
 
 def _verdict(frames: Frames, findings: Findings) -> Markup:
     parts = [element("p", f"Warning: {one}.", class_="warn") for one in findings.verdict.warnings]
-    parts.append(element("p", element("strong", findings.verdict.headline)))
+    parts.append(element("p", element("strong", findings.answer.text)))
     for heading, lines in findings.verdict.lists:
         parts.append(element("p", f"{heading[:1].upper()}{heading[1:]}:"))
         parts.append(element("ul", *(element("li", line) for line in lines)))

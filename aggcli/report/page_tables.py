@@ -12,8 +12,8 @@ import numpy as np
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.analysis.units import in_length_unit
 from aggcli.measurement.catalogue import METRICS, describe
-from aggcli.measurement.words import plural
-from aggcli.report.comparison_rows import Row, curve_rows, number, rows_of
+from aggcli.measurement.words import number, plural
+from aggcli.report.comparison_rows import Row, curve_rows, rows_of
 from aggcli.report.comparison_tables import ARROWS, caption, p_value
 from aggcli.report.findings import Findings
 from aggcli.report.layout_deviation import layout_deviations
@@ -55,7 +55,7 @@ def comparison_table(findings: Findings) -> Markup:
     heads = ["outcome", "mode", "seeds", "mean", *(["IQM"] if robust else []), "difference", "p (Holm)", "sign-flip p"]
     means = {(row.outcome, row.mode): row.mean for row in found}
     body = [_compared(row, means.get((row.outcome, row.baseline or "")), robust=robust) for row in found]
-    said = caption(found, _PRECISION, verdict_pairs=findings.verdict.pairs, iqm=robust)
+    said = caption(found, _PRECISION, tests=findings.comparison.tests, iqm=robust)
     return table(f"The comparison. {said}", heads, body, [row.outcome for row in found])
 
 

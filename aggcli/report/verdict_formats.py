@@ -1,4 +1,4 @@
-"""A verdict for the terminal, Markdown, LaTeX, JSON and one line at a time: the headline, and lists under it."""
+"""A verdict for the terminal, Markdown, LaTeX, JSON and one line at a time: the answer, and lists under it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aggcli.report.folding import folded
 
 def verdict_text(found: Verdict, width: int) -> str:
     """For the terminal: paragraphs, and lists that are indented; a line that goes on is indented further."""
-    blocks = [folded(one, width) for one in (*_warnings(found), found.headline)]
+    blocks = [folded(one, width) for one in (*_warnings(found), found.answer.text)]
     for heading, lines in found.lists:
         listed = [folded(line, width, "  ", "      ") for line in lines]
         blocks.append("\n".join([folded(f"{_sentence(heading)}:", width), *listed]))
@@ -21,7 +21,7 @@ def verdict_text(found: Verdict, width: int) -> str:
 
 def verdict_markdown(found: Verdict) -> str:
     """Paragraphs and bullet lists."""
-    blocks = [*map(in_markdown, (*_warnings(found), found.headline))]
+    blocks = [*map(in_markdown, (*_warnings(found), found.answer.text))]
     for heading, lines in found.lists:
         blocks += [in_markdown(f"{_sentence(heading)}:"), "\n".join(f"- {in_markdown(line)}" for line in lines)]
     return "\n\n".join(filter(None, blocks))
@@ -33,16 +33,16 @@ def verdict_comments(found: Verdict) -> str:
 
 
 def verdict_lines(found: Verdict) -> list[str]:
-    """Warnings and headline, then each heading and each line of its list."""
-    told = [*_warnings(found), found.headline]
+    """Warnings and answer, then each heading and each line of its list."""
+    told = [*_warnings(found), found.answer.text]
     for heading, lines in found.lists:
         told += [f"{_sentence(heading)}:", *(f"- {line}" for line in lines)]
     return told
 
 
 def verdict_json(found: Verdict) -> dict[str, Any]:
-    """`warnings`, `headline`, `others` (outcomes that differ besides, each tested by itself), and `lines`: what is compared
-    where, mode, word, difference, p-values and the text as it is printed; a line without a test is its text alone.
+    """`warnings`, and `lines`: what is compared where, mode, word, difference, p-values, what could have been shown, and the
+    text as it is printed; a line without a test is its text alone.
     """
     lines: list[dict[str, Any]] = []
     for ranking in found.rankings:
@@ -54,12 +54,11 @@ def verdict_json(found: Verdict) -> dict[str, Any]:
     if found.remarks is not None:
         heading, texts = found.remarks
         lines += [{"heading": heading, "text": text} for text in texts]
-    others = [asdict(one) for one in found.others]
-    return {"warnings": list(found.warnings), "headline": found.headline, "others": others, "lines": lines}
+    return {"warnings": list(found.warnings), "lines": lines}
 
 
 def _warnings(found: Verdict) -> list[str]:
-    """What stands before the headline."""
+    """What stands before the answer."""
     return [f"Warning: {one}." for one in found.warnings]
 
 

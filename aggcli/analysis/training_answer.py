@@ -1,0 +1,183 @@
+"""The answer of a comparison of trained runs: what differs and by how much, how sure that is, and what to do about it.
+
+Every paired difference of every outcome and mode is tested, all are corrected together (`aggcli.analysis.comparison`), and
+those that are shown are what the table marks and what the answer counts. They are named the largest first, by standardised
+difference (`aggcli.analysis.effects`). Success at equal steps is always named; where no difference in it is shown, with what
+this comparison could have shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from aggcli.analysis.answer import Answer
+from aggcli.analysis.comparison import Comparison, Pair
+from aggcli.analysis.effects import Effect, effects_of
+from aggcli.analysis.evaluations import behind_accuracy
+from aggcli.analysis.histories import History
+from aggcli.analysis.power import MOST_SEEDS
+from aggcli.analysis.verdict import Ranking, Verdict, rankings_of
+from aggcli.measurement.words import listed, number, plural, signed
+
+_MOST = 3
+"""Effects, and modes, that a sentence names; the rest are counted."""
+FEW_SEEDS = 4
+"""Up to so many seeds a comparison is said to be small."""
+
+
+def verdict(comparison: Comparison, runs: Sequence[History] = ()) -> Verdict:
+    """The verdict of a comparison of runs that sampled their own rollouts. `runs`: those that it is of, for the number of
+    prompts behind an accuracy.
+    """
+    rankings = rankings_of(comparison)
+    of_one = (name for name in ("accuracy_on_fresh_prompts", "accuracy") if name in comparison.outcomes)
+    outcome = rankings[0].outcome if rankings else next(of_one, "")
+    return Verdict(_answer(comparison, rankings, behind_accuracy(runs, comparison, outcome)), rankings)
+
+
+def _answer(comparison: Comparison, rankings: Sequence[Ranking], behind: str) -> Answer:
+    effects, base = effects_of(comparison), comparison.baseline
+    if len(comparison.labels) == 1:
+        return Answer((_alone(comparison, behind), f"{base} is the only mode here: there is nothing to compare it with."))
+    if not comparison.outcomes:
+        return Answer(("No verdict: no accuracy, reward or length was recorded, and pg_loss says nothing about success.",))
+    if not effects:
+        return Answer((f"No verdict: no other mode can be paired with {base}.",))
+    if not comparison.tests:
+        return Answer((_untested(rankings, effects, base), "Give more seeds."))
+    shown = [one for one in effects if one.shown]
+    if not shown:
+        power = _power(comparison, rankings)
+        said = (
+            _nothing_shown(comparison, rankings),
+            power and f"{power[0].upper()}{power[1:]}.",
+            _sureness(comparison, behind),
+        )
+        return Answer(tuple(filter(None, said)))
+    rest = _success_not_shown(comparison, rankings, {(one.outcome, one.label) for one in shown[:_MOST]})
+    return Answer(tuple(filter(None, (_shown(comparison, shown), rest, _sureness(comparison, behind)))))
+
+
+def _alone(comparison: Comparison, behind: str) -> str:
+    """What the only mode came to."""
+    success = next(
+        (name for name in ("accuracy_on_fresh_prompts", "accuracy", "raw_reward") if name in comparison.outcomes), ""
+    )
+    if not success:
+        return "Neither accuracy nor reward was recorded."
+    one = comparison.outcomes[success][comparison.baseline]
+    bounds = "" if one.low is None or one.high is None else f" [{number(one.low, 4)}, {number(one.high, 4)}]"
+    seeds = plural(len(one.values), "seed")
+    of = f", {behind}" if behind else ""
+    return f"{comparison.baseline}: {comparison.named(success)} {number(one.mean, 4) or '0'}{bounds} over {seeds}{of}."
+
+
+def _untested(rankings: Sequence[Ranking], effects: Sequence[Effect], base: str) -> str:
+    """One seed, or differences of which each has one."""
+    success = rankings[0].outcome if rankings else effects[0].outcome
+    own = [one for one in effects if one.outcome == success]
+    labels = listed(_few([one.label for one in own]), "or") if own else "another mode"
+    sizes = "; ".join(f"{one.label}: {one.text}" for one in own[:_MOST])
+    return f"One seed: no interval and no test, so no difference can be shown between {base} and {labels} ({sizes})."
+
+
+def _shown(comparison: Comparison, shown: Sequence[Effect]) -> str:
+    """`2 of 26 differences from a are shown, largest first ...: b, accuracy +0.107 [+0.078, +0.135] (0.612 against 0.505)`."""
+    several = len(comparison.labels) > 2
+    named = [f"{one.label}, {one.text}" if several else one.text for one in shown[:_MOST]]
+    more = [f"{len(shown) - _MOST} more in the table"] if len(shown) > _MOST else []
+    under = "" if several else f" under {shown[0].label}"
+    are = "is" if len(shown) == 1 else "are"
+    order = ", largest first against its spread over seeds" if len(shown) > 1 else ""
+    of = f"{len(shown)} of {plural(comparison.tests, 'difference')} from {comparison.baseline}{under} {are} shown{order}"
+    return f"{of}: {'; '.join([*named, *more])}."
+
+
+def _nothing_shown(comparison: Comparison, rankings: Sequence[Ranking]) -> str:
+    """`No difference from a is shown in any of 13 tests (13 outcomes): accuracy ... b +0.001 [-0.003, +0.005].`"""
+    outcomes = sum(any(_is_tested(one.pair) for one in of.values()) for of in comparison.outcomes.values())
+    outcomes += any(one.test.p is not None for one in comparison.ratios)
+    modes = [label for label in comparison.labels if label != comparison.baseline]
+    under = f" under {listed(_few(modes), 'or')}"
+    many = plural(outcomes, "outcome that was tested", "outcomes that were tested")
+    first = f"No difference from {comparison.baseline} is shown{under}, in any of {many}"
+    if not rankings:
+        return f"{first}."
+    own = [pair for pair in _pairs(comparison, rankings[0].outcome).items() if _is_tested(pair[1])]
+    sizes = [f"{label} {_size(pair)}" if len(modes) > 1 else _size(pair) for label, pair in own[:_MOST]]
+    return f"{first}: {comparison.named(rankings[0].outcome)} {'; '.join(sizes)}." if sizes else f"{first}."
+
+
+def _success_not_shown(comparison: Comparison, rankings: Sequence[Ranking], named: set[tuple[str, str]]) -> str:
+    """What became of success at equal steps, where it is not among the effects that were named."""
+    if not rankings:
+        return ""
+    outcome, said = rankings[0].outcome, []
+    pairs = {label: pair for label, pair in _pairs(comparison, outcome).items() if _is_tested(pair)}
+    beyond = {label: pair for label, pair in pairs.items() if pair.shown and (outcome, label) not in named}
+    if beyond:
+        sizes = "; ".join(f"{label} {_size(pair)}" for label, pair in list(beyond.items())[:_MOST])
+        said.append(f"shown under {listed(_few(list(beyond)))}: {sizes}")
+    hidden = {label: pair for label, pair in pairs.items() if not pair.shown}
+    if hidden:
+        sizes = "; ".join(f"{label} {_size(pair)}" for label, pair in list(hidden.items())[:_MOST])
+        said.append(f"no difference shown under {listed(_few(list(hidden)), 'or')}: {sizes}")
+    if not said:
+        return ""
+    head, power = comparison.named(outcome), _power(comparison, rankings)
+    return f"{head[0].upper()}{head[1:]}, {', and '.join(said)}{f'; {power}' if power else ''}."
+
+
+def _power(comparison: Comparison, rankings: Sequence[Ranking]) -> str:
+    """What success at equal steps could have shown, where no difference is."""
+    if not rankings:
+        return ""
+    outcome = rankings[0].outcome
+    pairs, word = _pairs(comparison, outcome), "accuracy" if outcome.startswith("accuracy") else "raw reward"
+    found = {label: pair.power for label, pair in pairs.items() if not pair.shown and pair.power is not None}
+    if not found:
+        return ""
+    smallest = sorted(found.items(), key=lambda one: one[1].smallest)
+    sizes = list(dict.fromkeys(number(one.smallest, 2) for _, one in (smallest[0], smallest[-1])))
+    seeds = [one.seeds_for_half for one in found.values()]
+    most = max((MOST_SEEDS + 1 if one is None else one) for one in seeds)
+    takes = f"more than {MOST_SEEDS} seeds" if most > MOST_SEEDS else f"{most} seeds"
+    by_mode = f" to {sizes[-1]}, by mode" if len(sizes) > 1 else ""
+    return (
+        f"the smallest difference in {word} that would have been shown with 80 % power is {sizes[0]}{by_mode}, and half of that"
+        f" takes {takes} if the spread stays as it is"
+    )
+
+
+def _sureness(comparison: Comparison, behind: str) -> str:
+    """`3 seeds, so only large differences can be shown; an accuracy is of 512 fresh prompts a seed; p < 5 % ...`"""
+    counts = sorted({pair.test.difference.n for pair in _all_pairs(comparison)})
+    seeds = plural(counts[-1], "seed")
+    few = ", so few that only large differences can be shown" if counts[-1] <= FEW_SEEDS else ""
+    corrected = f", corrected by Holm over all {comparison.tests} tests," if comparison.tests > 1 else ""
+    of = f"; accuracy at equal steps is of {behind}" if behind else ""
+    return f"{seeds}{few}{of}; a difference is shown where the p of its paired t-test{corrected} is below 5 %."
+
+
+def _is_tested(pair: Pair | None) -> bool:
+    return pair is not None and pair.test.p is not None
+
+
+def _pairs(comparison: Comparison, outcome: str) -> dict[str, Pair]:
+    return {label: one.pair for label, one in comparison.outcomes[outcome].items() if one.pair is not None}
+
+
+def _all_pairs(comparison: Comparison) -> Iterable[Pair]:
+    return (pair for name in comparison.outcomes for pair in _pairs(comparison, name).values())
+
+
+def _size(pair: Pair) -> str:
+    """`+0.001 [-0.003, +0.005]`."""
+    found = pair.test.difference
+    bounds = "" if found.low is None or found.high is None else f" [{signed(found.low, 2)}, {signed(found.high, 2)}]"
+    return f"{signed(found.mean, 2)}{bounds}"
+
+
+def _few(labels: Sequence[str]) -> list[str]:
+    """The labels, the rest of many as a number."""
+    return list(labels) if len(labels) <= _MOST + 1 else [*labels[:_MOST], f"{len(labels) - _MOST} more"]

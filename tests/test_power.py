@@ -1,0 +1,68 @@
+"""What a comparison could have shown: closed forms by hand, Cohen's tables, scipy's noncentral t, and planted differences."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from aggcli.analysis.power import POWER, power_at, power_of, seeds_needed, smallest_difference
+from aggcli.analysis.statistics import holm, holm_levels, paired_test
+
+
+def test_the_smallest_difference_of_two_seeds_is_that_of_the_cauchy_law():
+    """One degree of freedom: the quantile of p is tan(pi (p - 1/2)), so 12.7062 + 1.3764, over the root of 2 seeds."""
+    by_hand = 0.3 * (math.tan(math.pi * 0.475) + math.tan(math.pi * 0.3)) / math.sqrt(2)
+    assert smallest_difference(0.3, 2, 0.05) == pytest.approx(by_hand, rel=1e-9)
+    assert power_of(0.3, 2, 0.05).smallest == pytest.approx(by_hand, rel=1e-9)
+
+
+@pytest.mark.parametrize(("effect", "seeds"), [(0.2, 199), (0.5, 34), (0.8, 15)])
+def test_the_seeds_of_a_small_a_medium_and_a_large_effect_are_those_of_the_tables(effect: float, seeds: int):
+    """Cohen (1988): two-sided 5 %, power 80 %, one sample of differences."""
+    assert seeds_needed(effect, 1.0, 0.05) == seeds_needed(-2 * effect, 2.0, 0.05) == seeds
+
+
+@pytest.mark.parametrize("level", [0.05, 0.05 / 26])
+@pytest.mark.parametrize("effect", [0.3, 1.0, 2.5])
+def test_the_seeds_needed_are_the_fewest_whose_power_by_the_noncentral_t_is_80_percent(effect: float, level: float):
+    def power(n: int) -> float:
+        critical = stats.t.ppf(1 - level / 2, n - 1)
+        away = effect * math.sqrt(n)
+        return float(stats.nct.sf(critical, n - 1, away) + stats.nct.cdf(-critical, n - 1, away))
+
+    found = seeds_needed(effect, 1.0, level)
+    assert found is not None
+    assert power(found) >= POWER > power(found - 1)
+    assert power_at(effect, 1.0, found, level) == pytest.approx(power(found), abs=1e-6)
+
+
+def test_power_is_known_where_scipy_has_no_noncentral_t():
+    """Noncentrality 332 with one degree of freedom: |Z + 332| > 331 |S|, so about P(|S| < 1.004) = 0.685 of a normal S."""
+    assert power_at(332 / math.sqrt(2), 1.0, 2, 2 * stats.t.sf(331, 1)) == pytest.approx(
+        2 * stats.norm.cdf(332 / 331) - 1, abs=2e-3
+    )
+    assert seeds_needed(1e-3, 1.0, 0.05) is None, "beyond the most that are counted"
+
+
+def test_a_pair_is_tested_at_5_percent_over_the_tests_that_are_not_shown():
+    """p of 0.01, 0.026 and 0.03: Holm shows the first (0.03), and the second would need 0.05 / 2, as would the third."""
+    p_holm = holm([0.01, 0.026, None, 0.03])
+    assert p_holm == pytest.approx([0.03, 0.052, None, 0.052])
+    assert holm_levels(p_holm) == pytest.approx([0.05 / 3, 0.025, None, 0.025])
+    assert holm([0.01, 0.0249, None, 0.03])[1] == pytest.approx(0.0498)
+
+
+@pytest.mark.parametrize(("n", "tests"), [(3, 1), (5, 13), (10, 13)])
+def test_a_difference_planted_at_the_stated_size_is_shown_in_80_percent_of_comparisons(n: int, tests: int):
+    """Each comparison states its own size from its own spread; 2,000 of them, within 3.5 binomial standard errors (3.1 %)."""
+    rng, level, found = np.random.default_rng([n, tests]), 0.05 / tests, 0
+    for differences in rng.normal(0, 0.02, (2000, n)).tolist():
+        size = smallest_difference(float(np.std(differences, ddof=1)), n, level)
+        tested = paired_test({seed: 0.6 + one + size for seed, one in enumerate(differences)}, dict.fromkeys(range(n), 0.6))
+        assert tested is not None
+        assert tested.p is not None
+        found += tested.p < level
+    assert abs(found / 2000 - POWER) < 3.5 * math.sqrt(POWER * (1 - POWER) / 2000)
