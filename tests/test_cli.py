@@ -135,6 +135,34 @@ def test_a_custom_reducer_wins_over_the_mode_and_says_so(tmp_path, capsys, monke
     assert "thirds" in refused(replay(capsys, tmp_path, fx_b(), *flags, "mine_reducer:thirds", command="run"))
 
 
+# -- replay and train: compare's uses by their own names ---------------------------------------------------------------
+
+
+def test_replay_and_train_have_the_settings_of_compare_and_only_their_own_options(capsys) -> None:
+    for own, whole in (
+        (("replay", "example", "--modes=token_mean"), ("compare", "--rollouts=example", "--modes=token_mean")),
+        (("train", "--seeds=2", "--steps=4"), ("compare", "--seeds=2", "--steps=4")),
+        (("train", "example", "--steps=2"), ("compare", "--rollouts=example", "--train", "--steps=2")),
+    ):
+        told = [aggcli(capsys, *arguments, "--dry-run") for arguments in (own, whole)]
+        assert (told[0].code, told[0].err) == (0, "")
+        assert told[0].out == told[1].out
+    for own in (
+        ("replay", "example", "--lr=0.1"),
+        ("replay", "example", "--baseline=constant"),
+        ("train", "--synthetic-tail=0.1"),
+    ):
+        assert f"No such option: {own[-1].partition('=')[0]}" in refused(aggcli(capsys, *own))
+
+
+def test_a_replay_without_rollouts_and_a_training_that_is_none_are_refused_in_a_line(tmp_path, capsys) -> None:
+    assert "replay: no rollouts are given; name a file" in refused(aggcli(capsys, "replay"))
+    (tmp_path / "c.toml").write_text('rollouts = ["example"]\n')
+    assert "names rollouts and not train = true" in refused(aggcli(capsys, "train", "--config", tmp_path / "c.toml"))
+    (tmp_path / "c.toml").write_text("train = true\n")
+    assert "replay: --config trains" in refused(aggcli(capsys, "replay", "example", "--config", tmp_path / "c.toml"))
+
+
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -298,4 +326,4 @@ def test_a_folder_for_a_file_or_a_file_for_a_folder_is_refused_in_one_line(tmp_p
 
 def test_an_unknown_command_or_a_missing_argument_is_refused_by_name(tmp_path, capsys) -> None:
     assert "rnu" in refused(aggcli(capsys, "rnu"))
-    assert "Missing argument 'rollouts'" in refused(aggcli(capsys, "inspect"))
+    assert "Missing argument 'ROLLOUTS'" in refused(aggcli(capsys, "inspect"))

@@ -13,8 +13,8 @@ import pytest
 import torch
 import typer
 
+from aggcli.cli.commands import GroupedCommand
 from aggcli.cli.convert import convert
-from aggcli.cli.options import GroupedCommand
 from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError, SettingError
 from aggcli.rollouts.batch import Labels, RolloutBatch

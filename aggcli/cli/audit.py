@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from aggcli.cli.console import out, say
-from aggcli.cli.options import ConfigOption, JsonOption, comma_list, resolve, with_paths, with_settings
+from aggcli.cli.options import ConfigOption, JsonOption, comma_list, offered, resolve, with_paths, with_settings
 from aggcli.config import FIELDS, SOURCE_SETTINGS
 from aggcli.errors import CheckFailed, ExitCode
-from aggcli.rules import find_rule, remark_on
+from aggcli.rules import RULES, find_rule, remark_on
 
 _TAKEN = (
     *SOURCE_SETTINGS,
@@ -20,40 +20,60 @@ _TAKEN = (
 )
 """The settings that are options of an audit too."""
 
-_PATHS = "Rollouts to audit: files, folders, globs, `example` or `synthetic`; default: a built-in batch."
-PathsArgument = Annotated[list[str] | None, typer.Argument(metavar="[ROLLOUTS...]", help=_PATHS)]
+_PATHS = "Files, folders, globs, example or synthetic. Default: a built-in batch on which no two rules coincide."
+PathsArgument = Annotated[list[str] | None, typer.Argument(metavar="ROLLOUTS", help=_PATHS)]
 RulesOption = Annotated[
     list[str] | None,
-    typer.Option("--rules", metavar="A,B,...", help="Modes, frameworks' rules such as verl:token-mean, aliases; default: all."),
+    typer.Option(
+        "--rules",
+        metavar="RULE,...",
+        help="Modes, or rules such as verl:token-mean. Or aliases of either. Default: all.",
+        autocompletion=offered(RULES, listed=True),
+    ),
 ]
 ReducerOption = Annotated[
-    list[str] | None, typer.Option("--reducer", metavar="PKG.MOD:FN", help="Audit this function too; repeat it for several.")
+    list[str] | None,
+    typer.Option("--reducer", metavar="PKG.MOD:FN", help="A reducer of your own, audited too. Repeat it for several."),
 ]
 SignatureOption = Annotated[
     str | None,
-    typer.Option("--reducer-signature", metavar="slime|matrix|flat", help="How to call it; default: by its parameters."),
+    typer.Option(
+        "--reducer-signature",
+        metavar="KIND",
+        help="How it is called: slime, matrix or flat. Default: by its parameters.",
+        autocompletion=offered(("slime", "matrix", "flat")),
+    ),
 ]
 RanksOption = Annotated[
     str | None,
-    typer.Option("--reducer-ranks", metavar="mean|sum", help="How your framework joins ranks; default: mean for matrix."),
+    typer.Option(
+        "--reducer-ranks",
+        metavar="mean|sum",
+        help="How its framework combines ranks. Default: mean for matrix.",
+        autocompletion=offered(("mean", "sum")),
+    ),
 ]
 DivisorOption = Annotated[
     float | None,
-    typer.Option("--divisor", metavar="L", help="Constant and padded width, in tokens; default: the longest response."),
+    typer.Option(
+        "--divisor", metavar="L", help="Divisor of constants, and padded width. In tokens. Default: the longest response."
+    ),
 ]
 FailOption = Annotated[
     float | None,
     typer.Option(
         "--fail-on-variance",
         metavar="X",
-        help="Exit 1 if a layout changes a weight by more, relative, or a reducer has a fault.",
+        help="Exit 1 if a weight changes by more than X. Relative to the weight; or if a reducer has a fault.",
     ),
 ]
-SearchOption = Annotated[bool, typer.Option("--search/--no-search", help="Find the smallest case of each rule that varies.")]
+SearchOption = Annotated[
+    bool, typer.Option("--search/--no-search", help="Find the smallest example of each rule that varies (default: yes).")
+]
 
 
 _ABOUT_LAYOUTS = (
-    "Layouts to evaluate every rule under, the first being the reference: dp<N>[cp<M>][:rule][@tokens|:mb<K>] or `recorded`."
+    "Layouts to evaluate, the reference first. Each is dp<N>[cp<M>][:rule][@tokens|:mb<K>] or `recorded`."
     " Default: the recorded layout of a train dump, then dp1:contiguous with one micro-batch and with 1, 2 and 4 samples a"
     " micro-batch, dp2:interleaved:mb2, dp2:contiguous:mb2, dp2cp2:contiguous, dp4:interleaved:mb1, dp4:balanced."
 )
@@ -73,7 +93,7 @@ def audit(
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Which rules give the same gradient under every layout, which do not, and why.
+    """Would a different layout have changed the gradient? Which rules give the same one under every layout, and which do not.
 
     The first layout is the reference. A rule is called invariant over the layouts that it was evaluated under; those that its
     framework cannot represent are named. Exit code 1 only with --fail-on-variance.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.models import OptionInfo
 
-from aggcli.cli.console import invocation
-from aggcli.cli.jobs import print_dry_run, refuse_resume, replay_command, training_command
+from aggcli.cli.jobs import modes_command
 from aggcli.cli.options import (
     ConfigOption,
     DryRunOption,
@@ -18,18 +18,39 @@ from aggcli.cli.options import (
     OverwriteOption,
     ResumeOption,
     SamplesOption,
-    resolve,
-    say_ignored,
+    offered,
     with_paths,
-    with_recorded,
     with_settings,
 )
-from aggcli.cli.results import check_format, print_comparison
+from aggcli.cli.results import FORMATS, check_format, print_comparison
 from aggcli.config import flag
 from aggcli.errors import ExitCode, SettingError
 
 _WITH_DIRECTORIES = ("baseline", "format", "precision", "sort_by", "only_changed", "reach", "window", "fit", "axis")
 """Options of the comparison of results directories."""
+
+
+_AXES = ("tokens", "steps", "seconds")
+
+
+def _outcomes() -> Iterable[str]:
+    from aggcli.analysis.outcomes import OUTCOMES
+
+    return OUTCOMES
+
+
+def _of_directories(
+    name: str, metavar: str | None, about: str, values: Iterable[str] | Callable[[], Iterable[str]] = ()
+) -> OptionInfo:
+    """An option of the comparison of results directories."""
+    return typer.Option(
+        name,
+        metavar=metavar,
+        help=about,
+        show_default=False,
+        rich_help_panel="With results directories",
+        autocompletion=offered(values) if values else None,
+    )
 
 
 @with_settings(without=["loss_aggregation", "calculate_per_token_loss"])
@@ -38,7 +59,7 @@ def compare(
     context: typer.Context,
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[DIR... | ROLLOUTS...]", help="Results directories to compare, or rollouts to replay."),
+        typer.Argument(metavar="DIR|ROLLOUTS", help="Results directories, or rollouts as --rollouts. Not both."),
     ] = None,
     output: OutputOption = None,
     overwrite: OverwriteOption = False,
@@ -47,18 +68,31 @@ def compare(
     samples: SamplesOption = True,
     dry_run: DryRunOption = False,
     resume: ResumeOption = False,
-    baseline: Annotated[str | None, typer.Option(help="With DIR: mode the others are paired with; default: the first.")] = None,
-    format: Annotated[str, typer.Option(metavar="table|json|csv|md|latex", help="With DIR: how to print.")] = "table",
-    precision: Annotated[int, typer.Option(help="With DIR: significant digits of tables.")] = 4,
-    sort_by: Annotated[str | None, typer.Option(help="With DIR: outcome that modes are sorted by, best first.")] = None,
-    only_changed: Annotated[bool, typer.Option("--only-changed", help="With DIR: only outcomes that differ.")] = False,
-    reach: Annotated[float | None, typer.Option(help="With DIR: accuracy of the row `tokens to accuracy`.")] = None,
-    window: Annotated[float, typer.Option(help="With DIR: share of the common range, at its end, that is averaged.")] = 0.1,
-    fit: Annotated[bool | None, typer.Option(help="With DIR: fit compute-performance curves.")] = None,
-    axis: Annotated[str, typer.Option(metavar="tokens|steps|seconds", help="With DIR: what curves are fitted by.")] = "tokens",
+    baseline: Annotated[
+        str | None, _of_directories("--baseline", "MODE", "Mode that the others are paired with. Default: the first.")
+    ] = None,
+    format: Annotated[
+        str, _of_directories("--format", "FORMAT", "table (default), json, csv, md or latex.", FORMATS)
+    ] = "table",
+    precision: Annotated[int, _of_directories("--precision", "N", "Significant digits of tables (default: 4).")] = 4,
+    sort_by: Annotated[
+        str | None, _of_directories("--sort-by", "OUTCOME", "Sort modes by this outcome, best first.", _outcomes)
+    ] = None,
+    only_changed: Annotated[bool, _of_directories("--only-changed", None, "Only outcomes that differ.")] = False,
+    reach: Annotated[float | None, _of_directories("--reach", "X", "Accuracy whose cost in tokens is compared.")] = None,
+    window: Annotated[
+        float,
+        _of_directories(
+            "--window", "X", "Share of the runs that is averaged (default: 0.1). At the end of their common range."
+        ),
+    ] = 0.1,
+    fit: Annotated[bool | None, _of_directories("--fit/--no-fit", None, "Fit compute-performance curves.")] = None,
+    axis: Annotated[
+        str, _of_directories("--axis", "AXIS", "What curves are fitted by: tokens (default), steps or seconds.", _AXES)
+    ] = "tokens",
 ) -> int:
-    """Train modes x seeds as one stack; given rollouts, replay the same rollouts under several modes; given results
-    directories, compare what they hold.
+    """Modes side by side: what results directories hold; or the same rollouts replayed under each, as `aggcli replay`; or, of
+    neither, modes x seeds trained here, as `aggcli train`.
 
     Everything but the mode is the same; runs of one seed share prompts and noise. Without a divisor, constant divides by the
     response limit, in a replay by the longest response (said and recorded).
@@ -81,23 +115,8 @@ def compare(
     if names := _asked_for(context, *_WITH_DIRECTORIES):
         holds = "only holds" if len(names) == 1 else "only hold"
         raise SettingError(f"{', '.join(names)}: {holds} with results directories to compare; name them, or leave it out")
-    settings = resolve(with_recorded(given, output) if resume else given, config)
-    trains = settings.training.train or not settings.source.rollouts
-    say_ignored(given, trains=trains, rollouts=settings.source.rollouts)
-    if not trains:
-        refuse_resume(resume)
-    if dry_run:
-        return print_dry_run(settings)
-    from aggcli.jobs.replay import ReplayRequest
-    from aggcli.jobs.training import TrainingRequest, seeds_of
-
-    asked = tuple(invocation())
-    if trains:
-        request = TrainingRequest("compare", settings, settings.compared, seeds_of(settings), output, overwrite, resume, asked)
-        return training_command(request, json=json)
-    return replay_command(
-        ReplayRequest("compare", settings, settings.modes is None, output, overwrite, samples, arguments=asked), json=json
-    )
+    ran = {"output": output, "overwrite": overwrite, "config": config, "json": json, "samples": samples}
+    return modes_command(given, dry_run=dry_run, resume=resume, **ran)
 
 
 def _told_apart(paths: Sequence[str]) -> tuple[list[Path], list[str]]:

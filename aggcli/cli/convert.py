@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from aggcli.cli.console import progress, say
-from aggcli.cli.options import with_settings
+from aggcli.cli.options import offered, with_settings
 from aggcli.config import FIELDS, SOURCE_SETTINGS, settings_from
 from aggcli.errors import SettingError, nearest, printable
 from aggcli.measurement.words import plural
@@ -21,12 +21,23 @@ if TYPE_CHECKING:
 @with_settings(without=[name for name in FIELDS if name not in SOURCE_SETTINGS or name == "rollouts"])
 def convert(
     given: dict[str, Any],
-    rollouts: Annotated[str, typer.Argument(metavar="IN", help="File, folder or glob; or synthetic.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="x.jsonl, x.parquet or x.pt for one step; a folder for several.")],
+    rollouts: Annotated[str, typer.Argument(metavar="IN", help="File, folder or glob; example or synthetic.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT",
+            help="File (.jsonl, .parquet, .pt) or folder. A file for one step; a folder for several, one file a step.",
+        ),
+    ],
     to: Annotated[
-        str | None, typer.Option(metavar="jsonl|parquet|slime", help="Format; default: by OUT's extension, jsonl for a folder.")
+        str | None,
+        typer.Option(
+            metavar="jsonl|parquet|slime",
+            help="Format. Default: by OUT's extension, jsonl for a folder.",
+            autocompletion=offered(("jsonl", "parquet", "slime")),
+        ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier conversion wrote.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT.")] = False,
 ) -> None:
     """Write rollouts in our own format: JSONL or Parquet, one sample a line or row, every number kept to the last bit.
 

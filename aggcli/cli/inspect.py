@@ -19,11 +19,11 @@ TAKEN = (*SOURCE_SETTINGS, "correct_threshold")
 @with_settings(without=[name for name in FIELDS if name not in TAKEN or name == "rollouts"])
 def inspect(
     given: dict[str, Any],
-    rollouts: Annotated[list[str], typer.Argument(help="Files, folders or globs; each file is one step.")],
-    groups: Annotated[bool, typer.Option("--groups", help="A table of each step's prompt groups too.")] = False,
+    rollouts: Annotated[list[str], typer.Argument(metavar="ROLLOUTS", help="Files, folders or globs; each file is one step.")],
+    groups: Annotated[bool, typer.Option("--groups", help="Show each step's prompt groups too.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Say what a rollout file holds, what can be computed from it, and what is missing and why."""
+    """What does a rollout file hold, what can be computed from it, and what is missing and why?"""
     settings = settings_from({**given, "rollouts": rollouts})
     from aggcli.rollouts.sources import open_source
 

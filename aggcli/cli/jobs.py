@@ -1,11 +1,14 @@
-"""What `run` and `compare` share: hand a job to its ranks, and print what it returns."""
+"""What `run`, `replay`, `train` and `compare` share: hand a job to its ranks, and print what it returns."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from aggcli.cli.console import out, say
+from aggcli.cli.console import invocation, out, say
+from aggcli.cli.options import resolve, say_ignored, with_recorded
 from aggcli.cli.ranks import on_ranks
 from aggcli.config import RunConfig, to_toml
 from aggcli.errors import CheckFailed, ExitCode, SettingError
@@ -14,6 +17,46 @@ if TYPE_CHECKING:
     from aggcli.jobs.replay import ReplayRequest, ReplayResult
     from aggcli.jobs.training import TrainingRequest, TrainingResult
     from aggcli.world import World
+
+
+def modes_command(
+    given: Mapping[str, Any],
+    only: Literal["replay", "train"] | None = None,
+    *,
+    output: Path | None,
+    overwrite: bool,
+    config: Path | None,
+    json: bool,
+    dry_run: bool,
+    resume: bool = False,
+    samples: bool = True,
+) -> int:
+    """Modes side by side, replayed where rollouts are given and else trained; `only`: refuse the other of the two.
+
+    Returns the exit code; raises `SettingError` and `CheckFailed`.
+    """
+    settings = resolve(with_recorded(given, output) if resume else given, config)
+    trains = settings.training.train or not settings.source.rollouts
+    if only == "replay" and trains:
+        what = "--config trains" if settings.training.train else "no rollouts are given"
+        raise SettingError(f"replay: {what}; name a file, a folder, a glob, `example` or `synthetic`, or use aggcli train")
+    if only == "train" and not trains:
+        raise SettingError("train: --config names rollouts and not train = true; add it, or use aggcli replay")
+    say_ignored(given, trains=trains, rollouts=settings.source.rollouts)
+    if not trains:
+        refuse_resume(resume)
+    if dry_run:
+        return print_dry_run(settings)
+    from aggcli.jobs.replay import ReplayRequest
+    from aggcli.jobs.training import TrainingRequest, seeds_of
+
+    asked = tuple(invocation())
+    if trains:
+        request = TrainingRequest("compare", settings, settings.compared, seeds_of(settings), output, overwrite, resume, asked)
+        return training_command(request, json=json)
+    return replay_command(
+        ReplayRequest("compare", settings, settings.modes is None, output, overwrite, samples, arguments=asked), json=json
+    )
 
 
 def replay_command(request: ReplayRequest, *, json: bool) -> int:

@@ -13,33 +13,22 @@ from typing import Annotated, Any
 
 import typer
 
-from aggcli.cli.audit import audit
-from aggcli.cli.compare import compare
+from aggcli.cli.commands import Commands
 from aggcli.cli.console import say_error, set_invocation
-from aggcli.cli.convert import convert
-from aggcli.cli.env import env
-from aggcli.cli.inspect import inspect
 from aggcli.cli.live import Terminal
-from aggcli.cli.modes import modes
-from aggcli.cli.options import GroupedCommand
-from aggcli.cli.plot import plot
-from aggcli.cli.run import run
-from aggcli.cli.runs import runs
 from aggcli.errors import DEBUG, ExitCode, print_traceback, told
 from aggcli.jobs.listening import heard_by
 from aggcli.lifeline import started_here
 from aggcli.version import __version__
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="How is the per-token policy loss averaged, and did my parallel layout change it?",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, compare, plot, audit, inspect, convert, modes, env):
-    app.command(cls=GroupedCommand)(command)
-app.add_typer(runs, name="runs")
 
 
 def _version(wanted: bool) -> None:
@@ -51,9 +40,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="With an error, show where it happened. May stand anywhere in the command.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="With an error, show where it happened.")] = False,
 ) -> None:
     """How is the per-token policy loss averaged, and did my parallel layout change it?"""
 
@@ -66,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_invocation(given)
     with _debugging("--debug" in given), _ended_by_sigterm(), heard_by(Terminal()):
         try:
-            code = app([argument for argument in given if argument != "--debug"], standalone_mode=False)
+            code = app([argument for argument in given if argument != "--debug"], prog_name="aggcli", standalone_mode=False)
         except (KeyboardInterrupt, typer.Abort):
             return _interrupted()
         except typer.TyperException as error:

@@ -9,19 +9,38 @@ from typing import Annotated, Any
 import typer
 
 from aggcli.cli.console import out
-from aggcli.cli.options import JsonOption
+from aggcli.cli.options import JsonOption, offered
 from aggcli.errors import SettingError, nearest
-from aggcli.rules import EVIDENCE, MODES, NOTATION, Rule, find_rule, names_of, remark_on
+from aggcli.rules import ALIASES, EVIDENCE, MODES, NOTATION, RULES, Rule, find_rule, names_of, remark_on
 from aggcli.rules.reference import aliases_of, differences, elsewhere, how_to_get
 
 MapOption = Annotated[
-    str | None, typer.Option("--map", metavar="NAME", help="A framework's name, such as verl:token-mean: what is it here?")
+    str | None,
+    typer.Option(
+        "--map",
+        metavar="NAME",
+        help="What a framework's name, such as verl:token-mean, is here.",
+        autocompletion=offered([*RULES, *ALIASES]),
+    ),
 ]
-FormatOption = Annotated[str, typer.Option("--format", metavar="text|md", help="Text for the terminal, or Markdown.")]
+FormatOption = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="text|md",
+        help="Text (default) or Markdown.",
+        show_default=False,
+        autocompletion=offered(("text", "md")),
+    ),
+]
+ModeArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="MODE", help="One mode (default: all).", autocompletion=offered([mode.name for mode in MODES])),
+]
 
 
 def modes(
-    mode: Annotated[str | None, typer.Argument(help="One mode; default: all.")] = None,
+    mode: ModeArgument = None,
     map_: MapOption = None,
     format_: FormatOption = "text",
     json: JsonOption = False,

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-import typer.core
 
 from aggcli import config
+from aggcli.cli.commands import HelpAllOption, first_sentence
 from aggcli.cli.console import say
 from aggcli.config import FIELDS, RunConfig, flag, read_toml, sections, settings_from
 from aggcli.errors import SettingError
@@ -32,44 +32,57 @@ _PANELS = {
 _LISTS = ("layouts", "modes", "log_to")
 """Lists written with commas; `--rollouts` is repeated instead, since a path may hold a comma."""
 
+_METAVARS = {
+    "rollouts": "PATH",
+    "rollout_format": "FORMAT",
+    "reward_key": "KEY",
+    "tokenizer": "PATH",
+    "reward_weights": "NAME=X,...",
+    "loss_aggregation_divisor": "L",
+    "custom_pg_loss_reducer_function_path": "PKG.MOD:FN",
+    "max_tokens_per_gpu": "TOKENS",
+    "micro_batch_size": "SAMPLES",
+    "global_batch_size": "ROLLOUTS",
+    "rollout_batch_size": "PROMPTS",
+    "overlong_buffer": "TOKENS",
+    "warm_start": "FILE",
+    "device": "DEVICE",
+    "max_response_length": "TOKENS",
+    "layouts": "LAYOUT,...",
+    "modes": "MODE,...",
+    "log_to": "NAME,...",
+    "synthetic_group_size": "N|N-N",
+    "synthetic_length": "TOKENS",
+    "synthetic_max_length": "TOKENS",
+}
+"""What stands for the value of a setting in its help; others say N for a whole number, X for a number, NAME for a text."""
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML file of settings; flags win over it, it wins over the recipe.")
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="TOML file of settings; flags win over it. It wins over the recipe."),
 ]
-_PATHS = "Rollouts to replay, as with --rollouts: files, folders, globs, `example` or `synthetic`."
+_PATHS = "Files, folders, globs, example or synthetic. Rollouts to replay, as with --rollouts."
 OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Results directory; default: a new one under results/.")
+    Path | None, typer.Option("--output", "-o", metavar="DIR", help="Results directory (default: new, in results/).")
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the results directory of an earlier run.")]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an earlier run in --output. Only what aggcli wrote.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings as TOML and stop.")]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the training run in --output.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the settings as TOML and stop.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue the training run in --output.")]
 CheckDeterminismOption = Annotated[
     bool,
     typer.Option(
         "--check-determinism",
-        help="Run twice and compare the records byte for byte (exit code 1 where they differ). On one machine, with the same"
+        help="Run twice and compare the records byte for byte. Exit code 1 where they differ. On one machine, with the same"
         " versions, OMP_NUM_THREADS, --processes, --dp and --cp, nothing may differ but timings; across those, the last bits"
         " may (README, What may differ).",
     ),
 ]
 SamplesOption = Annotated[
-    bool, typer.Option("--samples/--no-samples", help="In a replay, record the weight of every training sample (Parquet).")
+    bool,
+    typer.Option("--samples/--no-samples", help="In a replay, record the weight of every sample (default: yes). As Parquet."),
 ]
-
-
-class GroupedCommand(typer.core.TyperCommand):
-    """A command whose plain help lists options by panel (the framed help imports rich, which costs a tenth of a second)."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
-        for title in ("Options", *_PANELS.values()):
-            if title in panels:
-                with formatter.section(title):
-                    formatter.write_dl(panels[title])
 
 
 def with_settings(
@@ -79,13 +92,17 @@ def with_settings(
 
     `about`: help of settings that mean something narrower in this command.
     """
-    names = [name for name in FIELDS if name not in set(without)]
+    order = list(_PANELS.values())
+    names = sorted(
+        (name for name in FIELDS if name not in set(without)), key=lambda name: order.index(_documented()[name].panel)
+    )
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         _, *own = inspect.signature(function, eval_str=True).parameters.values()
 
         @functools.wraps(function)
         def command(**values: Any) -> Any:
+            values.pop("help_all")  # has been answered
             given = {name: _as_given(name, values.pop(name)) for name in names}
             return function({name: value for name, value in given.items() if value is not None}, **values)
 
@@ -95,7 +112,8 @@ def with_settings(
             )
             for name in names
         ]
-        parameters = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), *options]
+        every = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAllOption)
+        parameters = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), every, *options]
         command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
@@ -120,7 +138,7 @@ def _rule_names(asked: Mapping[str, object]) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-PathsArgument = Annotated[list[str] | None, typer.Argument(metavar="[ROLLOUTS...]", help=_PATHS)]
+PathsArgument = Annotated[list[str] | None, typer.Argument(metavar="ROLLOUTS", help=_PATHS)]
 
 
 def with_paths(given: Mapping[str, Any], paths: Sequence[str] | None) -> dict[str, Any]:
@@ -170,30 +188,59 @@ def _annotation(name: str, about: str | None = None) -> Any:
     hint = FIELDS[name]
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
-    metavar, values = None, ()
+    listed = typing.get_origin(hint) is tuple
     if typing.get_origin(hint) is Literal:
-        values = typing.get_args(hint)
-        metavar, hint = "|".join(values), str
-    elif hint is Rule:
-        metavar, hint, values = "MODE", str, tuple(RULES)
-    elif typing.get_origin(hint) is tuple:
-        metavar, hint = ("A,B,..." if name in _LISTS else "PATH"), list[str]
+        values, shown, hint = typing.get_args(hint), "|".join(typing.get_args(hint)), str
+    else:
+        shown, hint = {int: "N", float: "X", str: "NAME", Rule: "MODE"}.get(hint), str if hint is Rule else hint
+        values = _VALUES.get(name, ())
     option = typer.Option(
         *_declarations(name, hint),
-        help=about or details.about + (f" (default: {details.default})" if details.default else ""),
-        metavar=metavar,
+        help=_help(about or details.about, details.default),
+        metavar=_METAVARS.get(name, shown),
         show_default=False,
         rich_help_panel=details.panel,
-        autocompletion=_offered(values) if values else None,
+        autocompletion=offered(values, listed=name in _LISTS) if values else None,
     )
-    return Annotated[hint | None, option]
+    return Annotated[(list[str] if listed else hint) | None, option]
 
 
-def _offered(values: Sequence[str]) -> Callable[[str], list[str]]:
-    """What the shell offers for a value that has been begun."""
+def _help(about: str, default: str | None) -> str:
+    """A setting's explanation, the default behind its first sentence."""
+    head, rest = first_sentence(about)
+    return f"{head}{f' (default: {default})' if default else ''}. {rest}".strip()
+
+
+def _layouts() -> Iterable[str]:
+    rules = typing.get_args(FIELDS["partition"])
+    return ("recorded", *(f"dp{ranks}:{rule}" for ranks in (1, 2, 4, 8) for rule in rules))
+
+
+def _formats() -> Iterable[str]:
+    from aggcli.rollouts.formats import READERS
+
+    return READERS
+
+
+_VALUES: dict[str, Iterable[str] | Callable[[], Iterable[str]]] = {
+    "loss_aggregation": RULES,
+    "modes": RULES,
+    "layouts": _layouts,
+    "rollout_format": _formats,
+    "task": ("running-sum", "control"),
+    "log_to": config.SINKS,
+    "device": ("auto", "cpu", "cuda"),
+}
+"""What the shell offers for the values of settings that are not choices by their type."""
+
+
+def offered(values: Iterable[str] | Callable[[], Iterable[str]], *, listed: bool = False) -> Callable[[str], list[str]]:
+    """What the shell offers for a value that has been begun; `listed`: for the last of several, with commas."""
 
     def begun_with(incomplete: str) -> list[str]:
-        return [value for value in values if value.startswith(incomplete)]
+        before, comma, last = incomplete.rpartition(",") if listed else ("", "", incomplete)
+        known = values() if callable(values) else values
+        return [before + comma + value for value in known if value.startswith(last)]
 
     return begun_with
 
@@ -201,6 +248,10 @@ def _offered(values: Sequence[str]) -> Callable[[str], list[str]]:
 def _declarations(name: str, hint: Any) -> list[str]:
     """The option's spellings; slime's long flags are kept as they are."""
     return [f"{flag(name)}/--no-{flag(name)[2:]}"] if hint is bool else [flag(name)]
+
+
+def _shown(default: object) -> str:
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +275,6 @@ def _documented() -> dict[str, _Details]:
                 about = " ".join(str(text.value.value).split())
                 default = defaults[name]
                 default = default.name if isinstance(default, Rule) else default
-                shown = None if default in (None, ()) or isinstance(default, bool) else str(default)
+                shown = None if default in (None, ()) or isinstance(default, bool) else _shown(default)
                 found[name] = _Details(about, _PANELS[node.name], shown)
     return found

@@ -7,29 +7,32 @@ from typing import Annotated
 
 import typer
 
-from aggcli.cli.options import comma_list
-from aggcli.ownership import FIGURES
+from aggcli.cli.options import comma_list, offered
+from aggcli.ownership import FIGURE_FORMATS, FIGURES
 
 
 def plot(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR...", help="Results directories of runs or comparisons; their runs are overlaid."),
+        typer.Argument(metavar="DIR", help="Results directories; their runs are overlaid."),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for the figures; default: figures/ in the first DIR.")
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for the figures (default: DIR/figures).")
     ] = None,
     formats: Annotated[
         list[str] | None,
-        typer.Option("--format", metavar="png|svg|pdf", help="Repeat it or list several with commas; default: png."),
+        typer.Option(
+            "--format",
+            metavar="png|svg|pdf",
+            help="Format, or several with commas (default: png).",
+            autocompletion=offered(FIGURE_FORMATS, listed=True),
+        ),
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", help="Step of the figures that show a single one; default: each run's last.")
+        int | None, typer.Option("--step", metavar="N", help="Step of the figures of one step (default: the last).")
     ] = None,
-    html: Annotated[
-        bool, typer.Option("--html", help="Also write report.html: one page to send, with the verdict, tables and figures.")
-    ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of the written paths.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Also write report.html, one page to send.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of paths.")] = False,
 ) -> None:
     """Draw where the weight of each mode goes, and what every rank and layout made of the loss."""
     from aggcli.jobs.plot import plot as draw

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aggcli.analysis.directories import changed_settings, contents_of, read_results, results_under
+from aggcli.cli.commands import Group, GroupedCommand
 from aggcli.cli.console import out, say
-from aggcli.cli.options import GroupedCommand, JsonOption
+from aggcli.cli.options import JsonOption, offered
 from aggcli.errors import RecordError, SettingError, nearest, some
 from aggcli.measurement.words import in_bytes, plural
 from aggcli.ownership import is_blank, need_own
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 runs = typer.Typer(
+    cls=Group,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="List, show, compare and remove results directories, and print the schema of their files.",
@@ -34,7 +36,9 @@ DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Results 
 
 @runs.command("list", cls=GroupedCommand)
 def list_(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to look in, at any depth.")] = Path("results"),
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder to look in, at any depth (default: results).", show_default=False)
+    ] = Path("results"),
     json: JsonOption = False,
 ) -> None:
     """List the results directories under a folder, a line each: modes, seeds, steps done and planned, status, accuracy."""
@@ -177,7 +181,16 @@ def _remove(directory: Path, files: Sequence[Path]) -> None:
 
 @runs.command("schema", cls=GroupedCommand)
 def schema(
-    format: Annotated[str, typer.Option("--format", metavar="md|json", help="Markdown, or JSON Schema.")] = "md",
+    format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="md|json",
+            help="Markdown (default), or JSON Schema.",
+            show_default=False,
+            autocompletion=offered(("md", "json")),
+        ),
+    ] = "md",
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Print every field of the files in a results directory: type, unit, what it is over, and meaning."""

@@ -7,7 +7,17 @@ whole from flat values; `to_flat` and `to_toml` give them back.
 from __future__ import annotations
 
 from aggcli.config.checks import flag, reward_weights
-from aggcli.config.flat import FIELDS, RECIPES, SOURCE_SETTINGS, settings_from, to_flat, unread_settings, with_divisor
+from aggcli.config.flat import (
+    FIELDS,
+    RECIPES,
+    SOURCE_SETTINGS,
+    SYNTHETIC_SETTINGS,
+    TRAINING_SETTINGS,
+    settings_from,
+    to_flat,
+    unread_settings,
+    with_divisor,
+)
 from aggcli.config.sections import (
     DEFAULT_LAYOUTS,
     SINKS,
@@ -26,6 +36,8 @@ __all__ = [
     "RECIPES",
     "SINKS",
     "SOURCE_SETTINGS",
+    "SYNTHETIC_SETTINGS",
+    "TRAINING_SETTINGS",
     "LayoutConfig",
     "ObjectiveConfig",
     "RunConfig",

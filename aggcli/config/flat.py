@@ -41,8 +41,8 @@ def _flat_fields(cls: type) -> dict[str, Any]:
 FIELDS = _flat_fields(RunConfig)
 """Every setting by its flat name, with its type."""
 _RULE_SETTINGS = {name: hint for name, hint in FIELDS.items() if hint in (Rule, tuple[Rule, ...] | None)}
-_TRAINING_SETTINGS, _SYNTHETIC_SETTINGS = tuple(_flat_fields(TrainingConfig)), tuple(_flat_fields(SyntheticConfig))
-SOURCE_SETTINGS = tuple(name for name in _flat_fields(SourceConfig) if name not in _SYNTHETIC_SETTINGS)
+TRAINING_SETTINGS, SYNTHETIC_SETTINGS = tuple(_flat_fields(TrainingConfig)), tuple(_flat_fields(SyntheticConfig))
+SOURCE_SETTINGS = tuple(name for name in _flat_fields(SourceConfig) if name not in SYNTHETIC_SETTINGS)
 """The settings of recorded rollouts: for commands that read them and do nothing else."""
 
 
@@ -50,12 +50,12 @@ def unread_settings(*, trains: bool, rollouts: Sequence[str] = ()) -> dict[str, 
     """Settings that a run has no use for, each with the reason. `rollouts`: the recorded ones that it reads, if any."""
     useless: dict[str, str] = {}
     if not trains:
-        useless |= dict.fromkeys(_TRAINING_SETTINGS, "only training uses it")
+        useless |= dict.fromkeys(TRAINING_SETTINGS, "only training uses it")
     if rollouts and tuple(rollouts) != ("synthetic",):
-        useless |= dict.fromkeys(_SYNTHETIC_SETTINGS, "only --rollouts synthetic uses it")
+        useless |= dict.fromkeys(SYNTHETIC_SETTINGS, "only --rollouts synthetic uses it")
     if not rollouts:
         unread = [name for name in SOURCE_SETTINGS if name != "rollouts"]
-        useless |= dict.fromkeys((*unread, *_SYNTHETIC_SETTINGS), "only --rollouts uses it")
+        useless |= dict.fromkeys((*unread, *SYNTHETIC_SETTINGS), "only --rollouts uses it")
     return useless
 
 

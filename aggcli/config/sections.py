@@ -17,43 +17,45 @@ class ObjectiveConfig:
     """The loss: how tokens are weighted, clipped and penalised."""
 
     loss_aggregation: Rule = DEFAULT
-    """Aggregation of pg_loss: a framework's own rule, such as verl:token-mean (see `aggcli modes`), or a mode, by the weight
-    of a trained token: sample_mean 1/(N*n_r), prompt_mean 1/(N*T_p), token_mean 1/T, constant 1/(N*L); N rollouts,
-    n_r, T_p, T tokens of the rollout, the prompt group, the step, L the divisor."""
+    """How tokens are weighted. A mode, by the weight of a trained token: sample_mean 1/(N*n_r), prompt_mean 1/(N*T_p),
+    token_mean 1/T, constant 1/(N*L), with N rollouts, n_r, T_p and T trained tokens of the rollout, the prompt group and the
+    step, and L the divisor; or a framework's own rule, such as verl:token-mean (`aggcli modes` lists them)."""
     prompt_mean_scale: Literal["rollouts", "prompts"] = "rollouts"
-    """prompt_mean's absolute scale: `rollouts` = 1/(N*T_p), `prompts` = 1/(P*T_p), the strict mean over prompts."""
+    """prompt_mean over N (rollouts) or P (prompts). `rollouts`: 1/(N*T_p); `prompts`: 1/(P*T_p), the strict mean over prompts.
+    The relative weights are the same."""
     normalizer: Scope = "step"
     """Where a mode's denominators are counted. Less than the step makes the loss a mean over ranks (of means over
-    micro-batches), which varies with the layout; frameworks' rules count as their framework does."""
+    micro-batches), which varies with the layout. Frameworks' rules count as their framework does."""
     loss_aggregation_divisor: float | None = None
-    """The L of `constant` = 1/(N*L), in tokens."""
+    """L of `constant` = 1/(N*L), in tokens."""
     calculate_per_token_loss: bool = False
-    """The same thing as token_mean; each sets the other."""
+    """The same as token_mean. Each sets the other."""
     custom_pg_loss_reducer_function_path: str | None = None
-    """`pkg.mod:fn`, a reducer with slime's signature; takes precedence over the mode."""
+    """A reducer of your own, with slime's signature. It takes precedence over the mode."""
     custom_reducer_scale: Literal["none", "rollouts"] = "none"
-    """`none`: the reducer's output is the step loss; `rollouts`: it is divided by N afterwards, as slime does."""
+    """What is done to a custom reducer's output. `none`: it is the step loss; `rollouts`: it is divided by N, as slime does."""
     metric_aggregation: Literal["sample_mean", "matched"] = "sample_mean"
-    """`sample_mean`: metrics compare across modes (token_mean: per token); `matched`: metrics use the loss's weights."""
+    """How metrics are averaged. `sample_mean`: by sample mean, so that they compare across modes (under token_mean: per token);
+    `matched`: with the loss's weights."""
     advantages: Literal["auto", "recorded", "grpo", "mean_only"] = "auto"
-    """grpo = (reward - group mean)/(std + 1e-6), std with n-1; mean_only = without std; recorded = the file's own;
-    auto = the file's own where it has them, else grpo."""
+    """Where advantages come from. grpo: (reward - group mean)/(std + 1e-6), std with n-1; mean_only: reward - group mean;
+    recorded: the file's own; auto: the file's own where it has them, else grpo."""
     eps_clip: float = 0.2
-    """The ratio is clipped from below at 1 - eps_clip."""
+    """Clip the ratio below 1 - X."""
     eps_clip_high: float | None = None
-    """The ratio is clipped from above at 1 + eps_clip_high; default: eps_clip."""
+    """Clip above 1 + X (default: --eps-clip)."""
     eps_clip_c: float | None = None
-    """Dual clip: for negative advantages the loss is at most -eps_clip_c * advantage; must exceed 1. Off by default."""
+    """Dual clip: at negative advantages the loss is at most -X * advantage. X must exceed 1. Off by default."""
     kl_coef: float = 0.0
     """Weight of kl_loss in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL to the reference (Schulman, 2020)."""
+    """Estimator of the KL to the reference policy. Schulman (2020)."""
     kl_unbiased: bool = False
-    """Multiply the KL estimate by the importance ratio, which makes its gradient unbiased off-policy."""
+    """Multiply the KL estimate by the importance ratio. Its gradient is then unbiased off-policy."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     mask_truncated: bool = False
-    """Set the loss mask of truncated responses to 0 (overlong filtering): they train nothing and still count in N."""
+    """Train on no truncated response. Their loss mask is set to 0 (overlong filtering); they still count in N."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -83,21 +85,21 @@ class LayoutConfig:
     """The parallel layout in force, and those each step is recorded under as well."""
 
     dp: int = 1
-    """Data-parallel ranks of the layout in force; more than one rank runs on real processes."""
+    """Data-parallel ranks. More than one run as processes of their own."""
     cp: int = 1
-    """Context-parallel ranks per data-parallel rank."""
+    """Context-parallel ranks of each. More than one run as processes of their own."""
     partition: Literal["first-fit", "interleaved", "contiguous", "balanced"] = "first-fit"
-    """How the layout in force deals samples to data-parallel ranks."""
+    """How samples are assigned to data-parallel ranks. In the layout of --dp and --cp."""
     layouts: tuple[str, ...] | None = None
-    """Layouts to record each step under, each dp<N>[cp<M>][:rule][@tokens|:mb<K>] (data- and context-parallel ranks;
-    first-fit, interleaved, contiguous or balanced; token budget of a micro-batch per rank, or its samples) or `recorded`.
+    """Layouts to evaluate each step under too. Each is dp<N>[cp<M>][:rule][@tokens|:mb<K>]: data- and context-parallel ranks;
+    first-fit, interleaved, contiguous or balanced; token budget of a micro-batch per rank, or its samples. Or `recorded`.
     Default: dp1:first-fit, dp2:interleaved, dp2:contiguous, dp4:balanced, and the recorded layout of a train dump."""
     max_tokens_per_gpu: int | None = None
-    """Token budget of a micro-batch per context-parallel rank; default: one micro-batch a rank."""
+    """Token budget of a micro-batch. Per context-parallel rank. Default: one micro-batch per rank."""
     micro_batch_size: int | None = None
-    """Samples of a micro-batch, instead of a token budget."""
+    """Samples of a micro-batch. Instead of a token budget."""
     global_batch_size: int | None = None
-    """Rollouts of one optimizer step; default: the whole file."""
+    """Rollouts per optimizer step (default: a file)."""
 
 
 @dataclass(frozen=True)
@@ -105,29 +107,29 @@ class SyntheticConfig:
     """Rollouts drawn from a seed, for layout experiments and for people without a dump."""
 
     synthetic_steps: int = 1
-    """Number of steps."""
+    """Steps."""
     synthetic_prompts: int = 16
-    """Prompt groups of a step."""
+    """Prompt groups per step."""
     synthetic_group_size: str = "8"
-    """Rollouts of a group: a number, or a range such as 4-12 drawn evenly."""
+    """Rollouts per prompt group. A number, or a range such as 4-12, drawn uniformly."""
     synthetic_length: float = 64.0
     """Median response length, in tokens."""
     synthetic_length_sigma: float = 0.6
-    """Spread of the lognormal length law: standard deviation of log length."""
+    """Standard deviation of the log length. Lengths are lognormal."""
     synthetic_tail: float = 0.05
-    """Share of responses from a heavy (Pareto, exponent 1.5) tail that starts at the median."""
+    """Share of responses from a heavy tail. Pareto with exponent 1.5, from the median on."""
     synthetic_max_length: int = 1024
-    """Responses are cut here, in tokens."""
+    """Response limit, in tokens. Longer responses are cut there."""
     synthetic_accuracy: float = 0.5
-    """Mean chance that a rollout is right; groups differ."""
+    """Mean probability that a rollout is correct. Prompt groups differ."""
     synthetic_length_correctness: float = -0.3
-    """Correlation between log length and being right, -1 to 1; negative: wrong answers are longer."""
+    """Correlation of log length and correctness, from -1 to 1. Negative: incorrect responses are longer."""
     synthetic_fanout: float = 0.0
     """Share of rollouts split into two or three training samples."""
     synthetic_masked: float = 0.0
-    """Share of response tokens masked out, as tool output is."""
+    """Share of response tokens that are masked out, as tool output is."""
     synthetic_off_policy: float = 0.0
-    """Standard deviation of log_probs - old_log_probs, in nats; 0 is exactly on-policy."""
+    """Standard deviation of log_probs - old_log_probs, in nats. 0 is exactly on-policy."""
 
 
 @dataclass(frozen=True)
@@ -135,28 +137,30 @@ class SourceConfig:
     """Where rollouts come from and how they are read."""
 
     rollouts: tuple[str, ...] = ()
-    """Files, folders or globs of recorded rollouts, each file one step; `example`, the ones that ship with aggcli; or
-    `synthetic`."""
+    """Recorded rollouts to replay. Files, folders or globs, each file one step; `example`, the ones that ship with aggcli; or
+    `synthetic`. Repeat it for several."""
     rollout_format: str | None = None
-    """Reader to use instead of detecting the format."""
+    """Format (default: detected)."""
     include_eval: bool = False
-    """Read slime's `eval_` files too."""
+    """Read slime's eval_ files too."""
     reward_key: str | None = None
-    """Key of the reward when it is an object."""
+    """Key of the reward where it is an object."""
     group_size: int | None = None
-    """Group every this many consecutive rollouts where a file has no group_index; in formats that are grouped by identical
-    prompt, every this many rows of a prompt."""
+    """Group every N consecutive rollouts. For files without group_index; where identical prompts are a group, every N rows of a
+    prompt."""
     length_unit: Literal["chars", "words"] | None = None
-    """What lengths count in dumps that hold text only (verl, TRL); always labelled. Default there: chars."""
+    """What lengths count in dumps that hold text only. verl's and TRL's; the unit is always shown. Default: chars."""
     tokenizer: str | None = None
-    """Local tokenizer.json, or a folder with one, that counts the tokens of dumps that hold text only."""
+    """Count tokens of text with this tokenizer.json. The file or its folder, for dumps that hold text only."""
     reward_weights: str | None = None
-    """Weights that combine reward columns (verl, TRL), as name=1,other=0.5; columns not named are left out. Default: TRL's
-    numeric columns at 1 each, verl's score alone."""
+    """Weights that combine reward columns. For verl and TRL, as name=1,other=0.5; columns not named are left out. Default:
+    TRL's numeric columns at 1 each, verl's score alone."""
     drop_zero_variance: bool = False
-    """Leave out prompt groups whose advantages are all 0, before N and P are counted: what dynamic sampling would have left."""
+    """Leave out groups whose advantages are all 0. Before N and P are counted: the batch that dynamic sampling would have
+    left."""
     unsafe_load: bool = False
-    """Read pickles (SkyRL): a format that can hold code. What is not plain data or SkyRL's own batch is refused even so."""
+    """Read pickles (SkyRL's dumps). The format can hold code: none is run, and what is not plain data or SkyRL's own batch is
+    refused."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
 
@@ -165,37 +169,39 @@ class TrainingConfig:
     """The training loop: task, policy, sampling and optimizer."""
 
     task: str = "running-sum"
-    """Task to train on when no rollouts are given: running-sum, or control (length is free of correctness)."""
+    """running-sum or control. In control, length is independent of correctness. Used where no rollouts are given."""
     task_digits: int | None = None
-    """Digits of a prompt of running-sum; default 6."""
+    """Digits of a prompt of running-sum (default: 6)."""
     train: bool = False
-    """Take optimizer steps of the small policy on the recorded rollouts, each file one step."""
+    """Train the small policy on the rollouts. Each file is one step."""
     supervised_steps: int = 0
-    """With --train: supervised steps on the dump's own responses before the first optimizer step."""
+    """With --train: supervised steps before. On the dump's own responses, before the first optimizer step."""
     steps: int = 100
-    """Rollout steps; with --train at most the number of recorded steps."""
+    """Rollout steps. With --train at most the number of recorded steps."""
     seeds: int | None = None
-    """Seeds per mode in `compare`: --seed, --seed + 1, ...; default 3."""
+    """Seeds per mode (default: 3). From --seed on."""
     rollout_batch_size: int = 16
-    """Prompts of a rollout step."""
+    """Prompts per rollout step."""
     n_samples_per_prompt: int = 8
-    """Rollouts of a prompt."""
+    """Rollouts per prompt."""
     temperature: float = 1.0
     """Sampling temperature."""
     num_iterations: int = 1
     """Passes over each rollout batch."""
     dynamic_sampling: bool = False
-    """Sample more prompts until the batch is full of groups that are neither all right nor all wrong (DAPO)."""
+    """Sample until no group is all right or all wrong. DAPO's dynamic sampling: prompts are drawn until the batch is full of
+    groups with both."""
     dynamic_sampling_rounds: int = 8
-    """Most rounds of sampling for a batch; then it is trained on with the groups there are."""
+    """Most rounds of sampling per batch. Then it is trained on with the groups there are."""
     overlong_buffer: int = 0
-    """Soft overlong penalty (DAPO eq. 13): it grows from 0 to -1 over the last this many tokens of the response limit."""
+    """Soft overlong penalty over the last TOKENS. It falls from 0 to -1 over the last TOKENS of the response limit (DAPO,
+    equation 13). 0: none."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimizer."""
     lr: float = 3e-4
     """Learning rate."""
     lr_warmup_steps: int = 0
-    """Optimizer steps over which the learning rate grows linearly from 0."""
+    """Optimizer steps of linear learning-rate warm-up."""
     adam_beta1: float = 0.9
     """AdamW's decay of the mean gradient."""
     adam_beta2: float = 0.999
@@ -205,9 +211,10 @@ class TrainingConfig:
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     clip_grad: float = 1.0
-    """Largest 2-norm of a run's gradient; 0 does not clip."""
+    """Largest gradient norm of a run. 0: not clipped."""
     match: Literal["none", "grad-norm"] = "none"
-    """grad-norm: scale each mode's learning rate so that its first update is as large as the first mode's."""
+    """Match the size of the first update across modes. grad-norm: each mode's learning rate is scaled so that its first update
+    is as large as the first mode's."""
     layers: int = 2
     """Layers of the policy."""
     width: int = 64
@@ -215,16 +222,17 @@ class TrainingConfig:
     heads: int = 4
     """Attention heads of the policy."""
     warm_start: str | None = None
-    """Initial parameters (safetensors); default: the task's own supervised warm start, made and cached where not shipped."""
+    """Initial parameters (safetensors). Default: the task's own supervised warm start, made and cached where it is not
+    shipped."""
     device: str = "auto"
-    """cpu, cuda, cuda:1 or auto (cuda where there is one)."""
+    """cpu, cuda, cuda:1 or auto. auto: cuda where there is one."""
     processes: int | None = None
-    """Processes that share the runs of a small policy on CPU; default one for each thread of torch's (OMP_NUM_THREADS, else the
-    cores), at most one a run; a run stays in one."""
+    """Processes that share the runs, on CPU. Default: one for each of torch's threads (OMP_NUM_THREADS, else the cores), at
+    most one per run; a run stays in one. Policies of width 256 and more run in one process."""
     checkpoint_every: int = 20
     """Rollout steps between checkpoints."""
     layout_records: bool = True
-    """Evaluate the first step, the last and each before a checkpoint under every layout, and record that."""
+    """Evaluate steps under every layout, and record it. The first step, the last, and each before a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -236,24 +244,23 @@ class RunConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     recipe: Literal["grpo", "dapo", "dr_grpo"] | None = None
-    """A set of objective settings; single flags win over it."""
+    """Loss settings of a paper. Single flags win over it."""
     modes: tuple[Rule, ...] | None = None
-    """Modes or frameworks' rules that `compare` lines up, the first being the baseline; default: all of this project's
-    modes."""
+    """Modes or frameworks' rules, the baseline first. Default: this project's four modes."""
     dtype: Literal["float64", "float32", "bfloat16"] | None = None
-    """Arithmetic of per-token numbers and of the policy (sums are float64); default: float64 in replay, float32 in training;
+    """Arithmetic of per-token numbers and of the policy. Sums are float64. Default: float64 in replay, float32 in training;
     bfloat16 is autocast in training."""
     seed: int = 0
     """Seed of everything drawn."""
     correct_threshold: float = 1.0
-    """A rollout is correct when its raw reward is at least this (tolerance 1e-6)."""
+    """Reward from which a rollout is correct. The raw reward, with a tolerance of 1e-6."""
     max_response_length: int | None = None
-    """Response limit, in tokens: what correct_length/p25..p100 are shares of, and the divisor that recipe dr_grpo takes;
-    default: the longest response in the source."""
+    """Response limit, in tokens. What correct_length/p25..p100 are shares of, and the divisor that recipe dr_grpo takes.
+    Default: the longest response in the source."""
     log_correct_samples: bool = False
-    """Record the sorted response lengths of the correct samples of each rank too."""
+    """Record the lengths of correct samples by rank. Sorted response lengths, in layouts.jsonl."""
     log_to: tuple[str, ...] = ()
-    """Mirror metrics.jsonl as it is written: `tensorboard` into tensorboard/ of each run, `trackio` into trackio/ of the
+    """Mirror metrics.jsonl as it is written. `tensorboard` into tensorboard/ of each run, `trackio` into trackio/ of the
     results directory (look at it with TRACKIO_DIR set to that). Each needs its extra, as in aggcli[tensorboard]."""
 
     @property
