@@ -180,8 +180,11 @@ def plot(
     formats: Sequence[Literal["png", "svg", "pdf"]] = ("png",),
     step: int | None = None,
     html: bool = False,
+    size: Literal["column", "page", "screen"] = "screen",
+    titles: bool = True,
 ) -> PlotResult:
-    """Draw every figure that the records hold something for; with `html` also one self-contained page.
+    """Draw every figure that the records hold something for; with `html` also one self-contained page. `size`: for one or both
+    columns of a paper, or a screen.
 
         drawn = aggcli.plot("results/compare", html=True)
         drawn.report, dict(drawn.figures)
@@ -191,7 +194,9 @@ def plot(
     from aggcli.jobs.plot import plot as draw
 
     with heard_by(_Logged()):
-        return draw(_paths(directories), None if output is None else Path(output), formats, step, html=html)
+        return draw(
+            _paths(directories), None if output is None else Path(output), formats, step, html=html, size=size, titles=titles
+        )
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from aggcli.files import DRAFT
 from aggcli.records import LAYOUTS, MANIFEST, METRICS, SAMPLES, TENSORBOARD, TIMINGS, TRACKIO, first_free, read_manifest
 
 FIGURES = (
+    "effects",
     "accuracy_by_tokens",
     "learning_curves",
     "weight_by_length",

@@ -171,21 +171,20 @@ def test_the_relative_weight_is_the_tokens_weight_over_the_average_tokens(tmp_pa
 
 def test_the_points_of_weight_by_length_are_the_recorded_weights(tmp_path: Path) -> None:
     figure = weight_by_length(read_frames([write_comparison(tmp_path / "c")]))
-    sample_mean, prompt_mean, token_mean, constant = figure.axes
+    sample_mean, prompt_mean, token_mean = figure.axes[:3]
     assert points(sample_mean) == pytest.approx(np.array([(2, 7 / 3), (8, 7 / 12), (10, 7 / 6)] * 2))
     assert points(prompt_mean) == pytest.approx(np.array([(2, 0.7), (8, 0.7), (10, 1.75)] * 2))
-    for axes in (token_mean, constant):
-        assert points(axes) == pytest.approx(np.array([(2, 1), (8, 1), (10, 1)] * 2))
+    assert points(token_mean) == pytest.approx(np.array([(2, 1), (8, 1), (10, 1)] * 2))
     assert sample_mean.get_yscale() == "log"
     assert sample_mean.get_xscale() == "linear"  # 2 to 10 tokens is no decade
     titles = [axes.get_title(loc="left").replace("\n", " ") for axes in figure.axes]
     assert titles == [
-        "sample_mean: tokens weigh differently, up to 4 times apart",
-        "prompt_mean: equal within a prompt group, between groups up to 2.5 times apart",
-        "token_mean: all tokens weigh the same",
-        "constant: all tokens weigh the same",
+        "sample_mean: tokens weigh differently, up to 4 times apart within a step",
+        "prompt_mean: equal within a prompt group, between groups up to 2.5 times apart within a step",
+        "token_mean and constant: all tokens of a step weigh the same",  # the same numbers are drawn once
     ]
-    assert "left out of each run: 2 samples without a trained token" in [text.get_text() for text in figure.texts]
+    said = "lengths include untrained tokens; left out of each run: 2 samples without a trained token"
+    assert said in [text.get_text() for text in figure.texts]
 
 
 def test_the_reduced_markers_coincide_and_the_bars_of_the_ranks_end_there(tmp_path: Path) -> None:
@@ -197,7 +196,8 @@ def test_the_reduced_markers_coincide_and_the_bars_of_the_ranks_end_there(tmp_pa
     assert bars == [(0, 0.25), (0, 0.5), (0.5, -0.25), (-0.25, 0.25), (0.25, 0.25)]
     assert sum(SHARES["dp4:balanced"]) == 0.25
     assert [text.get_text() for text in axes.texts] == ["idle: no samples"]
-    assert "between layouts: 0, to the last bit" in axes.get_title(loc="left")
+    assert "the same in 2 layouts, to the last bit" in axes.get_title(loc="left")
+    assert figure.get_label() == "In every layout the ranks' shares add up to the same loss (step 0)"
 
 
 def test_a_layout_that_moves_the_loss_is_seen_in_the_marker_and_in_the_title(tmp_path: Path) -> None:
@@ -205,9 +205,11 @@ def test_a_layout_that_moves_the_loss_is_seen_in_the_marker_and_in_the_title(tmp
     lines = [layout(0, "sample_mean", name) for name in SHARES]
     lines[1]["pg_loss"] = 0.5
     write_lines(run / "layouts.jsonl", lines)
-    axes = pg_loss_by_rank(read_frames([run])).axes[0]
+    figure = pg_loss_by_rank(read_frames([run]))
+    axes = figure.axes[0]
     assert [x for x, _ in points(axes)] == [0.25, 0.5]
-    assert "between layouts: 2.5e-01" in axes.get_title(loc="left")  # 0.25 over absolute terms of 1
+    assert "2 layouts, apart by up to 25 % of the absolute" in axes.get_title(loc="left")  # 0.25 over absolute terms of 1
+    assert figure.get_label() == "The layout changes the loss under sample_mean (step 0)"
 
 
 def test_the_difference_between_layouts_is_relative_to_the_absolute_terms_where_the_loss_cancels() -> None:
@@ -232,7 +234,7 @@ def test_weight_shares_are_means_over_the_steps_that_recorded_them(tmp_path: Pat
     figure = weight_shares(read_frames([write_run(tmp_path / "run", steps=steps)]))
     axes = figure.axes[0]
     assert [(bar.get_x(), bar.get_width()) for bars in axes.containers for bar in bars] == [(0, 50), (50, 50)]
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["sample_mean  (n = 2)"]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["sample_mean (n\u00a0=\u00a02)"]
     assert len(figure.axes) == 1  # the families that nothing recorded have no axes
 
 
@@ -298,7 +300,7 @@ def test_a_step_can_be_chosen_and_an_unknown_one_is_refused_with_the_range(tmp_p
     frames = read_frames([write_comparison(tmp_path / "c")])
     figures, _ = all_figures(frames, 0)
     title = figures["pg_loss_by_rank"].get_suptitle()
-    assert title == "pg_loss under 2 layouts, step 0: the shares of the ranks and their sum"
+    assert title == "In every layout the ranks' shares add up to the same loss (step 0)"
     with pytest.raises(RecordError, match="--step 7: is not recorded; steps 0 to 1 are"):
         all_figures(frames, 7)
 

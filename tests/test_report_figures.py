@@ -38,8 +38,10 @@ def words(figure: Figure) -> str:
 
 
 def test_25_runs_of_one_mode_differ_in_colour_or_dash_and_the_legend_is_beside_the_axes(tmp_path: Path) -> None:
-    steps = [{"pg_loss": 1.0}, {"pg_loss": 2.0}]
-    runs = [write_run(tmp_path / f"run-{nth:02d}", steps=steps, samples=False) for nth in range(25)]
+    runs = [
+        write_run(tmp_path / f"run-{nth:02d}", steps=[{"pg_loss": 1.0}, {"pg_loss": 2.0 + nth}], samples=False)
+        for nth in range(25)
+    ]
     figure = modes_over_steps(read_frames(runs))
     lines = figure.axes[0].lines
     drawn = {str((line.get_color(), line._dash_pattern)) for line in lines}  # pyright: ignore[reportAttributeAccessIssue]
@@ -110,8 +112,9 @@ def test_layout_deviations_are_relative_to_the_absolute_terms_and_zeros_are_coun
     ((x, _),) = dots(figure.axes[0])
     assert x == pytest.approx(1e-7, rel=1e-5)
     assert figure.axes[0].get_xscale() == "log"
-    assert "1 of 2 differences are exactly 0 and have none" in words(figure)
-    assert "1 of 2\nequal" in [text.get_text() for text in figure.axes[0].texts]
+    said = " ".join(words(figure).split())
+    assert "not drawn: 1 of 2 differences; these layouts have the same loss, to the last bit" in said
+    assert "other layouts change the loss under sample_mean by up to 1e-05 % of its absolute terms" in said
 
 
 def test_a_layout_without_a_loss_is_counted_and_equal_layouts_are_said_instead_of_drawn(tmp_path: Path) -> None:
@@ -136,14 +139,17 @@ def test_the_ranks_correct_samples_are_the_records_and_a_rank_without_any_is_bla
     count, length = figure.axes
     assert [x for x, _ in dots(count) if x] == [2, 1]
     assert [x for x, _ in dots(length) if x] == [4, 7]
-    assert [text.get_text() for text in length.texts] == ["2 ranks blank"]
-    assert length.get_xlabel() == "correct/response_length [tokens]"
-    assert "over correct samples" in length.get_title(loc="left")
+    assert [text.get_text() for text in count.texts] == ["3"]
+    assert [text.get_text() for text in length.texts] == ["blank", "idle: no samples", "5"]
+    assert length.get_xlabel() == "length of correct samples\n[tokens]"
+    assert [tick.get_text() for tick in count.get_yticklabels()] == ["dp4:balanced", "rank 0", "rank 1", "rank 2", "rank 3"]
+    rows_of = dict(zip([tick.get_text() for tick in count.get_yticklabels()], count.get_yticks(), strict=True))
+    assert [y for x, y in dots(length) if x] == [rows_of["rank 0"], rows_of["rank 1"]]
 
 
 def test_every_figure_of_trained_runs_is_made_and_none_is_of_pg_loss_alone(tmp_path: Path) -> None:
     figures, _ = all_figures(read_frames([write_trained(tmp_path / "c")]))
-    assert list(figures) == ["pg_loss_by_rank", "accuracy_by_tokens", "learning_curves"]
+    assert list(figures) == ["pg_loss_by_rank", "effects", "accuracy_by_tokens", "learning_curves"]
 
 
 # -- many modes, several directories, little data ----------------------------------------------------------------------
@@ -295,8 +301,8 @@ def test_eight_modes_have_their_correct_samples_drawn_and_the_ninth_is_named(tmp
             write_lines(runs[-1] / "layouts.jsonl", [one])
     figure = correct_by_rank(read_frames(runs))
     for nth, axes in enumerate(figure.axes):
-        assert axes.get_title(loc="left").replace("\n", "").startswith(f"lib:rule-{nth} (r{nth}-0), step 1"), nth
-        reduced, ranks = axes.collections
+        assert axes.get_title(loc="left").replace("\n", " ").startswith(f"lib:rule-{nth} (r{nth}-0), step 1"), nth
+        ranks, reduced = axes.collections
         assert [segment[0][0] for segment in reduced.get_segments()] == [nth]  # pyright: ignore[reportAttributeAccessIssue]
         assert [x for x, _ in np.asarray(ranks.get_offsets()).tolist()] == [nth] * 4
     assert len(figure.axes) == 8
@@ -339,12 +345,12 @@ def test_runs_without_weight_shares_or_gradients_are_left_out_and_counted(tmp_pa
     trained = [write_arm(tmp_path / f"t{seed}", "sample_mean", (0.1, 0.2, 0.3), seed) for seed in (0, 1)]
     frames = read_frames([*trained, replay])
     shares = weight_shares(frames)
-    assert [tick.get_text() for tick in shares.axes[0].get_yticklabels()] == ["constant  (n = 1)"]
+    assert [tick.get_text() for tick in shares.axes[0].get_yticklabels()] == ["constant (n\u00a0=\u00a01)"]
     assert "2 runs without weight_share/* left out" in words(shares)
     gradients = mode_gradients(frames)
     assert [tick.get_text() for tick in gradients.axes[0].get_yticklabels()] == ["constant"]
     said = " ".join(words(gradients).split())
-    assert gradients.get_suptitle().replace("\n", " ").endswith("(1 step)")
+    assert str(gradients.get_label()).endswith("against that of constant (1 step of the same rollouts)")
     assert "the baseline mode, constant," in said
     assert "2 runs without a measured gradient left out" in said
 
@@ -375,14 +381,21 @@ def test_the_counts_of_correct_samples_have_whole_ticks_even_where_all_are_0(tmp
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [0, 1]
 
 
-def test_the_dotted_line_of_the_layouts_is_the_limit_of_the_verdict(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    lines = [layout(0, "sample_mean", name) for name in ("dp1:first-fit", "dp4:balanced")]
-    lines[1]["pg_loss"] = 0.25 + 1e-7  # rounding alone is said, and not drawn
-    write_lines(run / "layouts.jsonl", lines)
-    frames = read_frames([run])
-    axes = layout_deviation(frames).axes[0]
-    assert [np.asarray(line.get_xdata()).tolist() for line in axes.lines] == [[1e-9, 1e-9]]
-    assert "float64: rounding up to 1e-09" in [text.get_text() for text in axes.texts]
-    said = layouts(frames, find(frames))
-    assert "of the sum of its absolute terms, where differences up to 1e-09 are taken for rounding in float64 (2 " in said
+def test_only_what_is_more_than_rounding_is_drawn_and_the_limit_is_the_verdicts(tmp_path: Path) -> None:
+    """1e-7 of the absolute terms is a change in float64; 1e-12 is rounding, told in one line."""
+    runs = [write_run(tmp_path / mode, mode) for mode in ("sample_mean", "constant")]
+    for run, moved in zip(runs, (1e-7, 1e-12), strict=True):
+        lines = [layout(0, run.name, name) for name in ("dp1:first-fit", "dp4:balanced")]
+        lines[1]["pg_loss"] = 0.25 + moved
+        write_lines(run / "layouts.jsonl", lines)
+    frames = read_frames(runs)
+    figure = layout_deviation(frames)
+    assert [x for x, _ in dots(figure.axes[0])] == [pytest.approx(1e-7, rel=1e-5)]
+    assert figure.axes[0].get_legend_handles_labels()[1] == ["sample_mean"]
+    assert not figure.axes[0].lines
+    said = " ".join(words(figure).split())
+    assert "1 of 2 differences; these layouts differ by at most 1.0e-12 of the absolute terms of pg_loss, and up to" in said
+    assert "1e-09 in float64 is taken for rounding" in said
+    assert "of the sum of its absolute terms, where differences up to 1e-09 are taken for rounding in float64 (2 " in layouts(
+        frames, find(frames)
+    )

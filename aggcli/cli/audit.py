@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from aggcli.cli.console import say, show
+from aggcli.cli.console import out, say
 from aggcli.cli.options import ConfigOption, JsonOption, comma_list, offered, resolve, with_paths, with_settings
 from aggcli.config import FIELDS, SOURCE_SETTINGS
 from aggcli.errors import CheckFailed, ExitCode
@@ -120,7 +120,8 @@ def audit(
 
         print(to_json(result.as_json()))
     else:
-        show(result.tables())
+        for part in result.tables():
+            out().print(part)
     if result.failure:
         raise CheckFailed(result.failure)
     return ExitCode.DONE

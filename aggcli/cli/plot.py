@@ -9,6 +9,7 @@ import typer
 
 from aggcli.cli.options import comma_list, offered
 from aggcli.ownership import FIGURE_FORMATS, FIGURES
+from aggcli.report.sizes import SIZES
 
 
 def plot(
@@ -32,12 +33,22 @@ def plot(
         int | None, typer.Option("--step", metavar="N", help="Step of the figures of one step (default: the last).")
     ] = None,
     html: Annotated[bool, typer.Option("--html", help="Also write report.html, one page to send.")] = False,
+    size: Annotated[
+        str,
+        typer.Option(
+            "--size",
+            metavar="|".join(SIZES),
+            help="Size: one column of a paper, both, or a screen.",
+            autocompletion=offered(tuple(SIZES)),
+        ),
+    ] = "screen",
+    no_title: Annotated[bool, typer.Option("--no-title", help="No title in the figures, for your own caption.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of paths.")] = False,
 ) -> None:
     """Draw where the weight of each mode goes, and what every rank and layout made of the loss."""
     from aggcli.jobs.plot import plot as draw
 
-    drawn = draw(directories, output, comma_list(formats or ["png"]), step, html=html)
+    drawn = draw(directories, output, comma_list(formats or ["png"]), step, html=html, size=size, titles=not no_title)
     if json_:
         from aggcli.records import to_json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aggcli.cli.console import say, show
+from aggcli.cli.console import out, say
 from aggcli.errors import SettingError, nearest
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def print_comparison(found: ComparisonResult, format: str) -> None:
     elif format == "latex":
         print(f"{verdicts.verdict_comments(verdict)}\n{tables.latex_table(rows, precision, found.caption_for(format))}")
     else:
-        show(found.tables())
+        for part in found.tables():
+            out().print(part)
     for note in notes:
         say(note)

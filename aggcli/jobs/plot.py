@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from aggcli.errors import RecordError, SettingError, nearest
 from aggcli.files import whole_file
 from aggcli.jobs.listening import say
+from aggcli.measurement.words import listed
 from aggcli.ownership import FIGURE_FORMATS, REPORT, figure_file
 from aggcli.records import SCHEMA, refuse_links
+from aggcli.report.sizes import SIZES
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,18 @@ def plot(
     step: int | None = None,
     *,
     html: bool = False,
+    size: str = "screen",
+    titles: bool = True,
 ) -> PlotResult:
     """Draw every figure that the records hold something for, into `output` (default: figures/ in the first directory).
 
-    `step`: that of the figures that show a single one, default each run's last; `html`: also write report.html. Raises
-    `SettingError` and `RecordError`.
+    `step`: that of the figures that show a single one, default each run's last; `html`: also write report.html; `size`: column
+    or page, for one or both columns of a paper, or screen; `titles`: whether a figure has its title in it. Those of the
+    page are for a screen. Raises `SettingError` and `RecordError`.
     """
     endings = _checked_formats(formats)
+    if size not in SIZES:
+        raise SettingError(f"--size {size}: is none of {listed(list(SIZES), 'or')}{nearest(size, SIZES)}")
     folder = output if output is not None else directories[0] / "figures"
     if output is None:
         refuse_links([folder])
@@ -61,7 +68,8 @@ def plot(
 
     frames = read_frames(directories)
     findings = find(frames) if html else None
-    figures, notes = all_figures(frames, step, findings)
+    with style.drawn_at(replace(SIZES[size], titled=titles)):
+        figures, notes = all_figures(frames, step, findings)
     for note in notes:
         say(note)
     if not figures and not html:
@@ -76,7 +84,9 @@ def plot(
     if findings is None:
         return PlotResult(written)
     report = folder / REPORT
-    _write(report, page(directories, frames, findings, figures, notes))
+    with style.drawn_at(replace(SIZES["screen"], titled=False)):  # the page has the titles as headings
+        shown, _ = all_figures(frames, step, findings)
+    _write(report, page(directories, frames, findings, shown, notes))
     return PlotResult(written, report)
 
 

@@ -37,7 +37,7 @@ def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()
     if not drawn:
         raise NothingToDraw("accuracy and tokens are not recorded together")
     arms = with_labels(drawn)
-    looks = style.looks([own[0] for own in arms.values()], dashed=True)
+    looks = style.looks([own[0] for own in arms.values()])
     curves = mode_curves(fitted) if fitted else {}
     same = coinciding({label: [*_points(own)] for label, own in arms.items()})
     shown_as = {look.label: look.shown for look in looks}
@@ -45,7 +45,7 @@ def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()
         figure = style.new_figure(8.5, 4.6)
         axes = figure.subplots()
         points = sum(len(run.steps) for run in drawn)
-        for at, (look, own) in enumerate(zip(looks, arms.values(), strict=True)):
+        for look, own in zip(looks, arms.values(), strict=True):
             for run in own:
                 axes.scatter(
                     run.tokens,
@@ -59,7 +59,6 @@ def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()
                     clip_on=False,
                     rasterized=points > 5000,
                 )
-            width = 2 + 1.2 * (len(looks) - 1 - at) / max(1, len(looks) - 1)
             bent = [one for one in fitted if one.run.label == look.label]
             name = look.shown + (f" = {shown_as[same[look.label]]}" if look.label in same else "")
             _draw_arm(
@@ -68,7 +67,6 @@ def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()
                 own,
                 bent,
                 curves.get(look.label),
-                width,
                 told=bool(curves) or len(looks) <= _ONE_COLUMN,
             )
         _mark_lines(axes, looks)
@@ -76,7 +74,7 @@ def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()
         columns = 1 if len(looks) <= _ONE_COLUMN or curves else 3
         style.legend_below(figure, axes, columns=columns, note=_reading(fitted, curves, same=bool(same)))
         modes = modes_in_words([look.mode for look in looks], [look.label for look in looks])
-        style.title(figure, f"Accuracy against tokens: {modes}, {plural(len(drawn), 'run')}")
+        style.title(figure, f"Accuracy against the tokens trained on: {modes}, {plural(len(drawn), 'run')}")
     return figure
 
 
@@ -96,7 +94,7 @@ def _mark_lines(axes: Axes, looks: Sequence[Look]) -> None:
 
 
 def _frame(axes: Axes, tokens: float) -> None:
-    axes.set_xlabel("response tokens trained on before the step [tokens, untrained ones included]")
+    style.label_x(axes, "response tokens of the steps before [tokens, untrained ones included]")
     axes.set_ylabel("accuracy [share of scored rollouts]")
     if tokens > 0:
         axes.set_xlim(left=-0.01 * tokens)
@@ -113,7 +111,6 @@ def _draw_arm(
     own: Sequence[History],
     fitted: Sequence[FittedRun],
     curve: ModeCurve | None,
-    width: float,
     *,
     told: bool,
 ) -> None:
@@ -123,7 +120,7 @@ def _draw_arm(
         start = float(np.mean([one.start for one in bent]))
         R = sigmoid(C, start, curve.asymptote.mean, curve.exponent.mean, curve.midpoint.mean)
         text = f"{look.shown}: A {_words(curve.asymptote)}, B {_words(curve.exponent)}, C_mid {_words(curve.midpoint)} tokens"
-        axes.plot(C, R, linestyle=look.dash, color=look.colour, linewidth=width, label=text, zorder=3)
+        axes.plot(C, R, linestyle=look.dash, color=look.colour, linewidth=style.LINE, label=text, zorder=3)
         return
     C, R = _mean_curve(own)
     axes.plot(
@@ -131,7 +128,7 @@ def _draw_arm(
         R,
         linestyle=look.dash,
         color=look.colour,
-        linewidth=width,
+        linewidth=style.LINE,
         marker=".",
         markevery=lone(R).tolist(),
         label=f"{look.shown}: mean of {plural(len(own), 'run')}, no curve fitted" if told else look.shown,

@@ -23,9 +23,11 @@ class NothingToDraw(RecordError):
 def grid(
     panels: int, width: float, height: float, *, columns: int, sharex: bool = False, sharey: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of panels of this size, in inches, filled row by row; the cells that are left over are empty."""
-    columns = min(columns, panels)
-    rows = math.ceil(panels / columns)
+    """A figure of panels of this size, in inches on a screen, filled row by row, as many side by side as the figure has room
+    for and no more than fill its rows; the cells that are left over are empty.
+    """
+    rows = math.ceil(panels / style.beside(columns))
+    columns = math.ceil(panels / rows)
     figure = style.new_figure(width * columns, height * rows + 0.5)
     cells = list(figure.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey).flat)
     for cell in cells[panels:]:
@@ -82,6 +84,15 @@ def coinciding(drawn: Mapping[str, Sequence[np.ndarray]]) -> dict[str, str]:
         else:
             same[label] = other
     return same
+
+
+def alike(drawn: Mapping[str, Sequence[np.ndarray]]) -> list[list[str]]:
+    """The labels, those together that are drawn with the same numbers, to 1e-9; in the order of the first of each."""
+    first = coinciding(drawn)
+    groups: dict[str, list[str]] = {}
+    for label in drawn:
+        groups.setdefault(first.get(label, label), []).append(label)
+    return list(groups.values())
 
 
 def _equal(own: Sequence[np.ndarray], known: Sequence[np.ndarray]) -> bool:

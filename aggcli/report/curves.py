@@ -53,7 +53,7 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
     shown = [name for name in CURVES if name in moving or is_blank(metrics, name)]
     if not moving:
         raise NothingToDraw("no learning curve: no metric of the records changes over the steps")
-    looks = style.looks([own[0] for own in arms.values()], dashed=True)
+    looks = style.looks([own[0] for own in arms.values()])
     same = coinciding({label: _drawn(rows(metrics, arm=label), shown) for label in arms})
     shown_as = {look.label: look.shown for look in looks}
     seeds = [len(own) for own in arms.values()]
@@ -65,7 +65,7 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
                 own = rows(metrics, arm=look.label)
                 text = look.shown + (f" = {shown_as[same[look.label]]}" if look.label in same else "")
                 _draw(axes, own, name, replace(look, shown=text), at, len(looks))
-            axes.set_title(f"{name}\n{style.metric_over(name)}", fontsize=9.5)
+            style.heading(axes, f"{style.metric_about(name)}\n{style.metric_over(name)}")
             axes.set_ylabel(in_length_unit(describe(name).unit, frames.length_unit) or "2-norm")
             style.step_axis(axes, steps)
             if name in moving:
@@ -136,7 +136,7 @@ def _fit_to_seeds(axes: Axes, values: np.ndarray, *, log: bool) -> None:
 
 
 def _draw(axes: Axes, metrics: pd.DataFrame, name: str, look: Look, at: int, of: int) -> None:
-    """The line of arm `at` of `of`: earlier ones are wider, so that lines that coincide stay visible."""
+    """The line of arm `at` of `of`, as wide as the others: where they coincide, earlier ones show between later dashes."""
     table = metrics.pivot_table(index="step", columns="run", values=name, dropna=False)
     count = table.notna().sum(axis=1)
     mean = table.mean(axis=1).where(table.index <= _shared_end(metrics))
@@ -146,7 +146,7 @@ def _draw(axes: Axes, metrics: pd.DataFrame, name: str, look: Look, at: int, of:
         mean,
         linestyle=look.dash,
         color=look.colour,
-        linewidth=1.2 + min(1.2 * (of - 1), 3.0) * (of - 1 - at) / max(1, of - 1),
+        linewidth=style.LINE,
         marker=look.marker if of > _MOST_PLAIN else None,
         markerfacecolor=look.face,
         markersize=5,

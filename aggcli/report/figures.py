@@ -6,6 +6,7 @@ A figure whose data were not recorded raises `NothingToDraw` with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,13 +15,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from aggcli.analysis.frames import Frames, numbers, rows
-from aggcli.measurement.catalogue import LENGTH_BINS, describe
-from aggcli.measurement.words import plural
+from aggcli.measurement.catalogue import LENGTH_BINS
+from aggcli.measurement.words import listed, plural
 from aggcli.report import style
 from aggcli.report.accuracy import accuracy_by_tokens
-from aggcli.report.base import NothingToDraw, grid, is_blank, lone, measured_runs, say_blank, without_data
+from aggcli.report.base import NothingToDraw, alike, coinciding, grid, is_blank, lone, measured_runs, say_blank, without_data
 from aggcli.report.correct_ranks import correct_by_rank
 from aggcli.report.curves import learning_curves
+from aggcli.report.effects import effects
 from aggcli.report.findings import Findings, find
 from aggcli.report.gradients import mode_gradients
 from aggcli.report.layout_deviation import layout_deviation, layout_deviations
@@ -74,6 +76,8 @@ def _makers(frames: Frames, step: int | None, findings: Findings | None) -> dict
     }
     if "rollout_step" in frames.metrics:
         found = findings or find(frames)
+        if (comparison := found.comparison) is not None:
+            makers["effects"] = lambda: effects(comparison)
         if found.trained:
             makers["accuracy_by_tokens"] = lambda: accuracy_by_tokens(found.trained, found.curves.fitted)
         makers["learning_curves"] = lambda: learning_curves(frames, found.compared)
@@ -92,7 +96,8 @@ def _makers(frames: Frames, step: int | None, findings: Findings | None) -> dict
 
 
 def weight_shares(frames: Frames) -> Figure:
-    """Per run, the shares of its total weight by length quarter, correctness and sign of the advantage.
+    """Per run, the shares of its total weight by length quarter, correctness and sign of the advantage; runs that have the same
+    shares everywhere are one row.
 
     A share is the mean over the steps that recorded it; the figure says how many. Raises `NothingToDraw`.
     """
@@ -106,40 +111,59 @@ def weight_shares(frames: Frames) -> Figure:
     parts = [f"weight_share/{part}" for family in families.values() for part in family[0]]
     runs = measured_runs(frames, parts)
     looks = style.looks(runs)
+    shares = {look.label: _shares(rows(frames.metrics, run=look.label), parts) for look in looks}
+    together = [[look for look in looks if look.label in group] for group in alike(shares)]
     with style.context():
-        figure = style.new_figure(8.5, len(families) * (0.85 + 0.34 * len(looks)) + 0.9)
+        names = [_named(group, steps.max()) for group, (_, steps) in ((own, shares[own[0].label]) for own in together)]
+        lines = max(name.count("\n") for name in names)
+        figure = style.new_figure(8.5, len(families) * (0.95 + (0.34 + 0.17 * lines) * len(together)) + 0.9)
         cells = figure.subplots(len(families), 1, squeeze=False, sharex=True)[:, 0]
         for axes, (title, family) in zip(cells, families.items(), strict=True):
-            _draw_shares(axes, frames.metrics, looks, *family)
-            axes.set_title(f"by {title}")
-        cells[-1].set_xlabel("share of the mode's total weight [%], mean over the n steps that recorded it")
+            _draw_shares(axes, frames.metrics, together, *family)
+            axes.set_yticks(range(len(together)), names)
+            for tick, group in zip(axes.get_yticklabels(), together, strict=True):
+                tick.set_color(group[0].ink if len(group) == 1 else "0.15")
+            style.legend_above(axes, f"by {title}", max(len(line) for name in names for line in name.splitlines()))
+        style.label_x(cells[-1], "share of the mode's total weight [%], mean over the n steps that recorded it")
         style.note(figure, without_data(len(frames.runs) - len(runs), "weight_share/*"))
         style.title(figure, "Where each mode puts its weight")
     return figure
 
 
+def _shares(run: pd.DataFrame, parts: Sequence[str]) -> list[np.ndarray]:
+    """The mean of each share in %, and over how many steps it is."""
+    values = [numbers(run, part) for part in parts]
+    return [np.array([_mean(one) * 100 for one in values]), np.array([float(np.isfinite(one).sum()) for one in values])]
+
+
+def _named(group: Sequence[Look], steps: float) -> str:
+    """`token_mean and constant (n = 3)`, in lines."""
+    return style.in_lines(f"{listed([look.shown for look in group])} (n\u00a0=\u00a0{steps:.0f})", style.width_of(8.5) * 0.3)
+
+
 def _draw_shares(
-    axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], parts: list[str], labels: list[str], colours: Sequence[str]
+    axes: Axes,
+    metrics: pd.DataFrame,
+    together: Sequence[Sequence[Look]],
+    parts: list[str],
+    labels: list[str],
+    colours: Sequence[str],
 ) -> None:
-    own = [rows(metrics, run=look.label) for look in looks]
-    steps = [max(np.isfinite(numbers(run, f"weight_share/{part}")).sum() for part in parts) for run in own]
-    ends = np.zeros(len(looks))
-    for part, label, colour in zip(parts, labels, colours, strict=True):
-        shares = np.array([_mean(numbers(run, f"weight_share/{part}")) for run in own]) * 100
-        axes.barh(range(len(looks)), shares, left=ends, height=0.72, color=colour, edgecolor="white", label=label)
+    """A bar for each group of looks, whose shares are the same."""
+    names = [f"weight_share/{part}" for part in parts]
+    found = [_shares(rows(metrics, run=group[0].label), names) for group in together]
+    ends = np.zeros(len(together))
+    for at, (label, colour) in enumerate(zip(labels, colours, strict=True)):
+        shares = np.array([own[at] for own, _ in found])
+        axes.barh(range(len(together)), shares, left=ends, height=0.72, color=colour, edgecolor="white", label=label)
         for y, (start, share) in enumerate(zip(ends, shares, strict=True)):
             if share >= 5:
-                axes.text(start + share / 2, y, f"{share:.0f}", ha="center", va="center", color=_ink_on(colour), fontsize=9)
+                place = (start + share / 2, y)
+                axes.text(*place, f"{share:.0f}", ha="center", va="center", color=_ink_on(colour), fontsize="small")
         ends = ends + np.nan_to_num(shares)
-    axes.set_yticks(
-        range(len(looks)), [f"{style.folded(look.shown, 30)}  (n = {n})" for look, n in zip(looks, steps, strict=True)]
-    )
-    for tick, look in zip(axes.get_yticklabels(), looks, strict=True):
-        tick.set_color(look.ink)
     axes.invert_yaxis()
     axes.set_xlim(0, max(100.0, float(ends.max())))
     axes.grid(False)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)
 
 
 def _mean(values: np.ndarray) -> float:
@@ -157,9 +181,8 @@ def _ink_on(colour: str) -> str:
 
 
 def modes_over_steps(frames: Frames) -> Figure:
-    """`STEP_METRICS` against the optimizer step, a line per run; what was not measured is a gap.
-
-    Lines that coincide stay visible, since earlier runs are drawn wider. Raises `NothingToDraw` below two steps.
+    """`STEP_METRICS` against the optimizer step, a line per run, and one line where all runs have the same numbers; what was
+    not measured is a gap. Raises `NothingToDraw` below two steps.
     """
     steps = frames.steps
     names = [name for name in STEP_METRICS if name in frames.metrics]
@@ -171,40 +194,43 @@ def modes_over_steps(frames: Frames) -> Figure:
     looks = style.looks(frames.runs)
     with style.context():
         figure, cells = grid(len(names), 4.8, 2.9, columns=2)
+        apart = []
         for axes, name in zip(cells, names, strict=True):
-            same = _draw_metric(axes, frames.metrics, looks, name, steps)
-            about = style.folded(describe(name).about.split(";")[0], 64)
-            over = style.metric_over(name) + (f"; the same in all {len(looks)} runs" if same and name not in blank else "")
-            axes.set_title(f"{about}\n{over}", fontsize=9.5)
+            curves = {look.label: _on_steps(rows(frames.metrics, run=look.label), name, steps) for look in looks}
+            same = (
+                len(looks) > 1 and name not in blank and len(coinciding({k: [v] for k, v in curves.items()})) == len(looks) - 1
+            )
+            if same:
+                _draw_line(axes, steps, curves[looks[0].label], label="", color="0.25", marker="o", markerfacecolor="0.25")
+            else:
+                apart.append(axes)
+                for look in looks:
+                    _draw_line(
+                        axes,
+                        steps,
+                        curves[look.label],
+                        label=look.shown,
+                        color=look.colour,
+                        marker=look.marker,
+                        markerfacecolor=look.face,
+                        linestyle=look.dash,
+                    )
+            over = style.metric_over(name) + (f"; the same in all {len(looks)} runs, drawn once" if same else "")
+            style.heading(axes, f"{style.metric_about(name)}\n{over}")
             axes.set_ylabel(style.metric_label(name, frames.length_unit))
             style.step_axis(axes, steps)
             if name in blank:
                 say_blank(axes)
-        style.legend_below(figure, cells[0])
+        if apart:
+            style.legend_below(figure, apart[0])
         style.title(figure, f"Step by step: {plural(len(looks), 'run')}, steps {steps[0]} to {steps[-1]}")
     return figure
 
 
-def _draw_metric(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name: str, steps: Sequence[int]) -> bool:
-    """Draw the runs' lines; returns whether they all coincide."""
-    curves = [_on_steps(rows(metrics, run=look.label), name, steps) for look in looks]
-    for nth, (look, curve) in enumerate(zip(looks, curves, strict=True)):
-        extra = (len(looks) - 1 - nth) / max(1, len(looks) - 1)
-        marked = np.arange(len(steps)) if len(steps) <= 40 else lone(curve)
-        axes.plot(
-            steps,
-            curve,
-            linestyle=look.dash,
-            color=look.colour,
-            linewidth=1.4 + 2.6 * extra,
-            marker=look.marker,
-            markersize=4.5 + 3.5 * extra,
-            markerfacecolor=look.face,
-            markevery=marked.tolist(),
-            label=look.shown,
-        )
+def _draw_line(axes: Axes, steps: Sequence[int], curve: np.ndarray, **given: Any) -> None:
+    marked = np.arange(len(steps)) if len(steps) <= 40 else lone(curve)
+    axes.plot(steps, curve, linewidth=style.LINE, markersize=5, markevery=marked.tolist(), **given)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useOffset=False)
-    return len(looks) > 1 and all(np.allclose(curve, curves[0], rtol=1e-9, atol=0, equal_nan=True) for curve in curves)
 
 
 def _on_steps(run: pd.DataFrame, name: str, steps: Sequence[int]) -> np.ndarray:

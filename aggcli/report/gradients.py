@@ -10,13 +10,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from aggcli.analysis.frames import Frames, numbers, rows
-from aggcli.measurement.catalogue import describe
 from aggcli.measurement.words import plural
 from aggcli.report import style
 from aggcli.report.base import NothingToDraw, grid, measured_runs, without_data
 from aggcli.report.style import Look
 
-GRADIENTS = ("gradient_ratio", "gradient_cosine")
+GRADIENTS = {
+    "gradient_ratio": ("gradient norm", "times the gradient norm of {}"),
+    "gradient_cosine": ("direction", "cosine to the gradient of {}"),
+}
+"""Metric -> its panel's heading, and what its axis says of the baseline."""
 _STEPS_APART = 12
 """Up to this many steps are drawn as dots, side by side per mode; more as lines over the steps."""
 
@@ -34,24 +37,26 @@ def mode_gradients(frames: Frames) -> Figure:
     measured = np.logical_or.reduce([np.isfinite(numbers(metrics, name)) for name in shown])
     steps = sorted(set(rows(metrics, measured)["step"].tolist()))
     looks = style.looks(runs)
-    reading = _reading(runs[0].mode, len(steps), len(frames.runs) - len(runs))
+    baseline = runs[0].mode
+    reading = _reading(baseline, len(steps), len(frames.runs) - len(runs))
     with style.context():
         height = 1.5 + 0.36 * len(looks) if len(steps) <= _STEPS_APART else 3.1
         figure, cells = grid(len(shown), 4.9, height, columns=2)
         for axes, name in zip(cells, shown, strict=True):
+            head, label = GRADIENTS[name]
             if len(steps) <= _STEPS_APART:
-                _draw_rows(axes, metrics, looks, name, named=axes is cells[0])
+                named = axes is cells[0] or style.beside(2) == 1
+                _draw_rows(axes, metrics, looks, name, label.format(baseline), named=named)
             else:
-                _draw_lines(axes, metrics, looks, name, steps)
+                _draw_lines(axes, metrics, looks, name, label.format(baseline), steps)
             unrecorded = int((~np.isfinite(numbers(metrics, name))).sum())
-            missing = f" ({unrecorded} not measured)" if unrecorded else ""
-            about = style.folded(f"{describe(name).about}, {style.metric_over(name)}{missing}", 46)
-            axes.set_title(about, fontsize=9.5)
+            style.heading(axes, f"{head} ({unrecorded} not measured)" if unrecorded else head)
         if len(steps) > _STEPS_APART:
             style.legend_below(figure, cells[0], note=reading)
         else:
             style.note(figure, reading)
-        style.title(figure, f"Effective learning rate and direction of each mode ({plural(len(steps), 'step')})")
+        over = f"{plural(len(steps), 'step')} of the same rollouts"
+        style.title(figure, f"Each mode's gradient by the log-probabilities, against that of {baseline} ({over})")
     return figure
 
 
@@ -61,21 +66,23 @@ def _reading(baseline: str, steps: int, hidden: int) -> str:
     return "; ".join(filter(None, (said, without_data(hidden, "a measured gradient"))))
 
 
-def _draw_rows(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name: str, *, named: bool) -> None:
+def _draw_rows(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name: str, label: str, *, named: bool) -> None:
     """A row a run: its steps as small dots, their mean as a large one, with its number."""
     axes.axvline(1, color="0.55", linewidth=1, zorder=1)
     for y, look in enumerate(looks):
         values = numbers(rows(metrics, run=look.label), name)
         values = values[np.isfinite(values)]
         if not len(values):
-            axes.annotate("not measured", (1, y), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color="0.3")
+            axes.annotate(
+                "not measured", (1, y), (5, 0), textcoords="offset points", va="center", fontsize="small", color="0.3"
+            )
             continue
         mean = float(values.mean())
         if len(values) > 1:
             axes.scatter(values, np.full(len(values), y), s=20, color=look.colour, alpha=0.5, zorder=3)
         axes.scatter([mean], [y], s=64, marker=look.marker, facecolors=look.face, edgecolors=look.colour, zorder=4)
         axes.annotate(
-            f"{mean:.3g}", (mean, y), (0, 8), textcoords="offset points", ha="center", fontsize=9, color="0.15", zorder=5
+            f"{mean:.3g}", (mean, y), (0, 8), textcoords="offset points", ha="center", fontsize="small", color="0.15", zorder=5
         )
     axes.set_yticks(range(len(looks)), [style.folded(look.shown, 30) for look in looks] if named else [""] * len(looks))
     axes.set_ylim(len(looks) - 0.4, -0.75)
@@ -83,10 +90,10 @@ def _draw_rows(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name: s
     axes.margins(x=0.1)
     axes.grid(axis="y", visible=False)
     _scale(axes, numbers(metrics, name), name, "x")
-    axes.set_xlabel(f"{name} [the baseline's is 1]")
+    style.label_x(axes, label)
 
 
-def _draw_lines(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name: str, steps: Sequence[int]) -> None:
+def _draw_lines(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name: str, label: str, steps: Sequence[int]) -> None:
     axes.axhline(1, color="0.55", linewidth=1, zorder=1)
     for look in looks:
         own = rows(metrics, run=look.label).sort_values("step")
@@ -95,14 +102,14 @@ def _draw_lines(axes: Axes, metrics: pd.DataFrame, looks: Sequence[Look], name: 
             numbers(own, name),
             linestyle=look.dash,
             color=look.colour,
-            linewidth=1.4,
+            linewidth=style.LINE,
             marker=look.marker,
             markersize=3,
             label=look.shown,
         )
     style.step_axis(axes, steps)
     _scale(axes, numbers(metrics, name), name, "y")
-    axes.set_ylabel(f"{name} [the baseline's is 1]")
+    axes.set_ylabel(label)
 
 
 def _scale(axes: Axes, values: np.ndarray, name: str, axis: str) -> None:

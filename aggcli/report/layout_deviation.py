@@ -1,4 +1,4 @@
-"""How far the layouts of a step are apart in pg_loss, on a log axis, where rounding is seen as rounding."""
+"""How far the layouts of a step are apart in pg_loss where they differ by more than rounding, on a log axis."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from aggcli.analysis.frames import Frames, numbers, rows, sizes
 from aggcli.analysis.tolerance import tolerance_of
-from aggcli.measurement.words import plural
+from aggcli.measurement.words import listed, plural
 from aggcli.report import style
 from aggcli.report.base import NothingToDraw
 from aggcli.report.style import Look
+
+_MOST_NAMES = 4
 
 
 def layout_deviations(frames: Frames) -> pd.DataFrame:
@@ -39,35 +41,39 @@ def layout_deviations(frames: Frames) -> pd.DataFrame:
 
 
 def layout_deviation(frames: Frames) -> Figure:
-    """A dot per run, step and layout that differs from the first layout at all; the others are counted beside the row.
+    """A dot per run, step and layout that differs from the first layout by more than rounding; how many others there are, and
+    how far apart, is said below.
 
     Raises `NothingToDraw` where no layout differs by more than rounding, or none can.
     """
     found = layout_deviations(frames)
     if not len(found):
         raise NothingToDraw("no step is recorded under two layouts")
-    drawn = rows(found, np.isfinite(numbers(found, "deviation")) & (numbers(found, "deviation") > 0))
-    if not len(drawn):
+    deviation = numbers(found, "deviation")
+    limit_of = {run.label: tolerance_of(run.settings) for run in frames.runs}
+    limits = np.array([limit_of[label][1] for label in found["run"]])
+    if not np.nan_to_num(deviation, posinf=0).any():
         raise NothingToDraw(f"pg_loss is the same to the last bit in all {plural(len(found), 'comparison')} of layouts")
-    limits = dict(tolerance_of(run.settings) for run in frames.runs if run.label in set(found["run"]))
-    largest = float(numbers(found, "deviation").max())
-    if largest <= min(limits.values()):
-        rounding = f"differences up to {min(limits.values()):g} are taken for rounding"
-        raise NothingToDraw(f"the layouts differ by at most {largest:.1e} of the absolute terms of pg_loss; {rounding}")
-    names = list(dict.fromkeys(found["layout"]))
-    first = {run.mode: replace(run, label=run.mode) for run in frames.runs if run.mode in set(found["mode"])}
-    looks = style.looks(list(first.values()))
+    rounding = rows(found, deviation <= limits)
+    drawn = rows(found, np.isfinite(deviation) & (deviation > limits))
+    if not len(drawn):
+        raise NothingToDraw(f"the {_rounding_in_words(rounding, limit_of)}")
+    names = list(dict.fromkeys(drawn["layout"]))
+    first = {run.mode: replace(run, label=run.mode) for run in frames.runs}
+    looks = [look for look in style.looks(list(first.values())) if look.mode in set(drawn["mode"])]
     with style.context():
-        figure = style.new_figure(8.5, 1.9 + 0.55 * len(names))
+        figure = style.new_figure(8.5, 1.7 + 0.45 * len(names))
         axes = figure.subplots()
         for at, look in enumerate(looks):
             offset = 0.6 * (at + 0.5 - len(looks) / 2) / len(looks)
             _draw_mode(axes, rows(drawn, mode=look.mode), look, names, offset)
-        _frame(axes, names, numbers(drawn, "deviation"), limits)
-        _count(axes, found, names)
-        style.legend_below(figure, axes, note=_left_out(found))
-        reference = " or ".join(dict.fromkeys(found["reference"]))
-        style.title(figure, f"How far layouts move pg_loss: each against {reference}")
+        reference = listed(list(dict.fromkeys(drawn["reference"])), "or")
+        _frame(axes, names, numbers(drawn, "deviation"), reference)
+        style.legend_below(figure, axes, note=_left_out(found, rounding, limit_of))
+        largest = f"{100 * float(numbers(drawn, 'deviation').max()):.2g} % of its absolute terms"
+        modes = [look.mode for look in looks]
+        told = [*modes[:_MOST_NAMES], *([f"{len(modes) - _MOST_NAMES} others"] if len(modes) > _MOST_NAMES else [])]
+        style.title(figure, f"Against {reference}, other layouts change the loss under {listed(told)} by up to {largest}")
     return figure
 
 
@@ -75,7 +81,7 @@ def _draw_mode(axes: Axes, own: pd.DataFrame, look: Look, names: list[str], offs
     axes.scatter(
         own["deviation"],
         [names.index(name) + offset for name in own["layout"]],
-        s=30,
+        s=34,
         marker=look.marker,
         color=look.colour,
         edgecolors="white",
@@ -86,46 +92,37 @@ def _draw_mode(axes: Axes, own: pd.DataFrame, look: Look, names: list[str], offs
     )
 
 
-def _frame(axes: Axes, names: list[str], drawn: np.ndarray, limits: Mapping[str, float]) -> None:
-    """A log axis, a row a layout, and a line at the limit of each dtype: what lies left of it is taken for rounding."""
+def _frame(axes: Axes, names: list[str], drawn: np.ndarray, reference: str) -> None:
+    """A log axis, and a row a layout."""
     axes.set_xscale("log")
-    axes.set_xlim(min(drawn.min() / 3, 1e-17), max(drawn.max() * 3, 30 * max(limits.values())))
+    axes.set_xlim(drawn.min() / 3, drawn.max() * 3)
     axes.xaxis.set_major_locator(LogLocator(numticks=9))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    for at in sorted(set(limits.values())):
-        dtypes = " and ".join(dtype for dtype, limit in limits.items() if limit == at)
-        text = f"{dtypes}: rounding up to {at:.0e}"
-        axes.axvline(at, color="0.45", linewidth=1, linestyle=":", zorder=1)
-        axes.annotate(
-            text, (at, 1), (3, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8.5, color="0.35"
-        )
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(f"|a - b| over the sum of the absolute terms of pg_loss, {style.metric_over('pg_loss')}")
+    style.label_x(axes, f"difference from the loss under {reference}, over its absolute terms")
 
 
-def _count(axes: Axes, found: pd.DataFrame, names: list[str]) -> None:
-    """Beside each row: how many of its comparisons are equal to the last bit, and so cannot stand on a log axis."""
-    for y, name in enumerate(names):
-        own = numbers(rows(found, layout=name), "deviation")
-        axes.annotate(
-            f"{int((own == 0).sum())} of {len(own)}\nequal",
-            (1.01, y),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=8.5,
-            color="0.3",
-            annotation_clip=False,
+def _left_out(found: pd.DataFrame, rounding: pd.DataFrame, limit_of: Mapping[str, tuple[str, float]]) -> str:
+    missing = int(np.isinf(numbers(found, "deviation")).sum())
+    texts = ["a dot: one step of one run"]
+    if len(rounding):
+        texts.append(
+            f"not drawn: {len(rounding)} of {plural(len(found), 'difference')}; these {_rounding_in_words(rounding, limit_of)}"
         )
-
-
-def _left_out(found: pd.DataFrame) -> str:
-    deviation = numbers(found, "deviation")
-    zero, missing = int((deviation == 0).sum()), int(np.isinf(deviation).sum())
-    texts = [f"a dot: one step of one run; {zero} of {len(deviation)} differences are exactly 0 and have none"]
     if missing:
-        texts.append(f"{missing} have no pg_loss under one of the two layouts")
+        texts.append(f"{missing} have no loss under one of the two layouts")
     return "; ".join(texts)
+
+
+def _rounding_in_words(rounding: pd.DataFrame, limit_of: Mapping[str, tuple[str, float]]) -> str:
+    """`layouts differ by at most 1.0e-16 of ...; differences up to 1e-09 are taken for rounding in float64`."""
+    most = float(numbers(rounding, "deviation").max())
+    if most == 0:
+        return "layouts have the same loss, to the last bit"
+    limits = dict(limit_of[label] for label in rounding["run"])
+    taken = " and ".join(f"up to {limit:g} in {dtype}" for dtype, limit in limits.items())
+    return f"layouts differ by at most {most:.1e} of the absolute terms of pg_loss, and {taken} is taken for rounding"

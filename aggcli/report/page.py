@@ -28,6 +28,7 @@ from aggcli.version import __version__
 
 _PARTS = Path(__file__).parent.parent / "data" / "report"
 CAPTIONS = {
+    "effects": "How far each mode is from the baseline. Where the interval holds 0, either sign is possible.",
     "accuracy_by_tokens": "Which mode gets further for the same number of tokens: a higher line is better, a line further left"
     " gets there sooner. The scatter of the dots is the noise of single steps.",
     "learning_curves": "What changes over training. Whether modes differ is for the verdict to say, not for the eye.",
@@ -37,8 +38,7 @@ CAPTIONS = {
     "modes_over_steps": "The recorded steps side by side.",
     "correct_by_rank": "Each rank counts its own correct samples; together they come to the same number in every layout.",
     "pg_loss_by_rank": "What each rank adds to the loss, and whether the sum is the same in every layout.",
-    "layout_deviation": "How far layouts are apart, on a log axis. What lies left of the dotted line of a precision is taken"
-    " for rounding, as in the verdict.",
+    "layout_deviation": "How far layouts are apart where that is more than rounding, on a log axis.",
 }
 """How to read a figure, in the order of the page."""
 
@@ -161,7 +161,7 @@ def _figures(figures: Mapping[str, Figure]) -> list[Markup]:
     drawn = []
     for name in order:
         caption = CAPTIONS.get(name, "")
-        svg = inline_svg(style.svg_text(figures[name]), name, f"{figures[name].get_suptitle()}. {caption}")
+        svg = inline_svg(style.svg_text(figures[name]), name, f"{figures[name].get_label()}. {caption}")
         box = element("div", svg, class_="scroll", tabindex="0", role="region", aria_label=name)
         drawn.append(element("figure", box, element("figcaption", caption, SWIPE), id=f"figure-{name}"))
     return drawn

@@ -9,12 +9,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from aggcli.analysis.frames import Frames, numbers, rows, token_weights
-from aggcli.measurement.words import plural
+from aggcli.measurement.words import listed, plural
 from aggcli.report import style
-from aggcli.report.base import NothingToDraw, grid
+from aggcli.report.base import NothingToDraw, alike, grid
 from aggcli.report.style import Look
 
 EQUAL = 1e-6
@@ -24,7 +24,8 @@ _MOST_GROUPS = 60
 
 
 def weight_by_length(frames: Frames) -> Figure:
-    """Weight of a token relative to its step's average token, against its response's length; a panel per mode.
+    """Weight of a token relative to its step's average token, against its response's length; a panel per mode, one for modes
+    that are the same.
 
     One point per training sample and step, log axes (x: only where lengths differ tenfold). Samples without a trained
     token, and those whose tokens do not weigh above 0, cannot be shown; a note counts them. Raises `NothingToDraw`.
@@ -36,22 +37,37 @@ def weight_by_length(frames: Frames) -> Figure:
     if not len(shown):
         raise NothingToDraw("no sample has a token of positive weight")
     looks = [look for look in style.looks(frames.runs) if look.label in set(shown["run"])]
-    modes = list(dict.fromkeys(look.mode for look in looks))
+    panels = _panels(shown, looks)
     with style.context():
-        figure, cells = grid(len(modes), 4.3, 3.1, columns=2, sharex=True, sharey=True)
-        for axes, mode in zip(cells, modes, strict=True):
-            _draw_mode(axes, rows(shown, mode=mode), [look for look in looks if look.mode == mode])
+        figure, cells = grid(len(panels), 3.8 if len(panels) != 4 else 2.9, 3.1, columns=4, sharex=True, sharey=True)
+        for axes, modes in zip(cells, panels, strict=True):
+            _draw_mode(axes, rows(shown, mode=modes[0]), modes, [look for look in looks if look.mode == modes[0]])
         _scale(cells[0], numbers(shown, "response_length"), numbers(shown, "relative_weight"))
-        figure.supylabel("weight of a token relative to the average token of its step", fontsize=10)
-        for axes in cells[-2:]:
-            axes.set_xlabel(f"response length [{frames.length_unit}, untrained ones included]")
+        label = "weight of a token, the average token of its step being 1"
+        figure.supylabel(style.in_lines(label, figure.get_figheight() - 0.6), fontsize="medium")
+        for axes in cells:
+            style.label_x(axes, f"response length [{frames.length_unit}]")
+            axes.label_outer()
         steps = plural(len(set(samples["step"])), "step")
         style.title(figure, f"How much one token counts, by the length of its response ({steps})")
-        style.note(figure, _left_out(samples))
+        style.note(figure, "; ".join(filter(None, (f"lengths include untrained {frames.length_unit}", _left_out(samples)))))
     return figure
 
 
-def _draw_mode(axes: Axes, shown: pd.DataFrame, looks: Sequence[Look]) -> None:
+def _panels(shown: pd.DataFrame, looks: Sequence[Look]) -> list[list[str]]:
+    """The modes, those of a single run together that give every sample the same weight."""
+    modes = [look.mode for look in looks]
+    drawn = {
+        mode: [own[name].to_numpy() for name in ("step", "response_length", "relative_weight")]
+        if modes.count(mode) == 1
+        else [np.array([float(at)])]  # several runs have a legend, and a panel, of their own
+        for at, mode in enumerate(dict.fromkeys(modes))
+        for own in [rows(shown, mode=mode)]
+    }
+    return alike(drawn)
+
+
+def _draw_mode(axes: Axes, shown: pd.DataFrame, modes: Sequence[str], looks: Sequence[Look]) -> None:
     axes.axhline(1, color="0.55", linewidth=1, zorder=1)
     for look in looks:
         own = rows(shown, run=look.label)
@@ -71,9 +87,9 @@ def _draw_mode(axes: Axes, shown: pd.DataFrame, looks: Sequence[Look]) -> None:
     finding, spans = _finding(shown)
     if 0 < len(spans) <= _MOST_GROUPS:
         axes.hlines(*zip(*spans, strict=True), color=looks[0].colour, linewidth=1, alpha=0.5, zorder=2)
-    axes.set_title(f"{looks[0].mode}: {finding}", color=looks[0].ink)
+    style.heading(axes, f"{listed(modes)}: {finding}", looks[0].ink if len(modes) == 1 else "0.15")
     if len(looks) > 1:
-        axes.legend(fontsize=8.5, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _finding(shown: pd.DataFrame) -> tuple[str, list[tuple[float, float, float]]]:
@@ -81,16 +97,17 @@ def _finding(shown: pd.DataFrame) -> tuple[str, list[tuple[float, float, float]]
     steps = list(_parts(shown, "run", "step"))
     spread = max(_spread(step) for step in steps)
     if spread <= 1 + EQUAL:
-        return "all tokens weigh the same", []
+        return "all tokens of a step weigh the same" if len(steps) > 1 else "all tokens weigh the same", []
     groups = list(_parts(rows(shown, shown["group"].notna().to_numpy(dtype=bool)), "run", "step", "group"))
     whole = sum(map(len, groups)) == len(shown) and any(len(group) > 1 for group in groups)
+    within = "" if len(steps) == 1 else " within a step"
     if whole and all(_spread(group) <= 1 + EQUAL for group in groups):
-        return f"equal within a prompt group,\nbetween groups up to {spread:.2g} times apart", [
+        return f"equal within a prompt group, between groups up to {spread:.2g} times apart{within}", [
             _span(group) for group in groups
         ]
     falling = np.mean([_rank_correlation(step) for step in steps]) < -0.8
     what = "tokens of long responses are light" if falling else "tokens weigh differently"
-    return f"{what},\nup to {spread:.2g} times apart", []
+    return f"{what}, up to {spread:.2g} times apart{within}", []
 
 
 def _parts(frame: pd.DataFrame, *names: str) -> Iterator[pd.DataFrame]:
@@ -124,6 +141,7 @@ def _scale(axes: Axes, lengths: np.ndarray, weights: np.ndarray) -> None:
         _plain_log(axes.xaxis)
     else:
         axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
 def _plain_log(axis: Axis) -> None:
