@@ -192,10 +192,10 @@ def test_equal_groups_lose_nothing_but_the_kl_term_shown_apart(tmp_path, capsys,
     assert "zero-variance groups 2/2: every advantage is 0, so pg_loss is exactly 0" in told.err
     assert ("what moves the policy is the KL term alone" in told.err) == (beta > 0)
     rows = [line.split() for line in replay(capsys, tmp_path, path, "--kl-coef", beta, "--layouts", "dp1").out.splitlines()]
-    assert ["zero_variance_groups", "2"] in rows
-    assert ["groups", "2"] in rows
-    assert ["pg_loss", "0", "0", "0", "0"] in rows
-    assert ["raw_reward_batch_std", "0.57735"] in rows
+    assert ["every", "advantage", "is", "0", "2"] in rows
+    assert ["prompt", "groups", "with", "a", "reward", "2"] in rows
+    assert ["pg_loss", "0", "0"] in rows, "all modes but prompt_mean, whose total weight is P/N, in one column"
+    assert ["standard", "deviation", "over", "the", "batch", "0.577"] in rows
     assert [row[0] for row in rows if row[:1] == ["loss"]] == (["loss"] if beta else [])
 
 

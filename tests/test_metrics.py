@@ -230,7 +230,7 @@ def test_the_kl_estimator_is_named_where_its_number_stands(tmp_path, capsys, est
     rows = [line.split() for line in replay(capsys, tmp_path, path, *flags).out.splitlines()]
     (row,) = [row for row in rows if row[:1] == ["kl_loss"]]
     assert row[1:3] == ["(nats,", f"{estimator})"]
-    assert [float(cell) for cell in row[3:]] == [pytest.approx(value, abs=1e-6)] * 4
+    assert [float(cell) for cell in row[3:]] == [pytest.approx(value, rel=0.005)] * 2, "every mode but token_mean by one rule"
 
 
 @pytest.mark.parametrize(("estimator", "value"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", math.log(2) - 0.5)])

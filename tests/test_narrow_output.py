@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from aggcli.config import DEFAULT_LAYOUTS
 from aggcli.report.folding import folded
-from tests.cli import Result, aggcli, results_of, strict_json
+from tests.cli import aggcli, results_of, strict_json
 
 NUMBER = r"[+-]?\d[\d.]*(?:e[+-]?\d+)?"
 WHOLE = re.compile(rf"\[{NUMBER}, {NUMBER}\]|{NUMBER}")
@@ -115,23 +114,15 @@ def test_no_number_of_a_training_summary_is_broken_however_many_digits_it_has(wi
 
 
 def test_columns_that_find_no_room_stand_below_with_the_names_of_the_rows_again(capsys, monkeypatch, tmp_path: Path) -> None:
-    call = CALLS["compare"](tmp_path / "out")
-    lines = printed(capsys, monkeypatch, 60, *call).splitlines()
-    result = aggcli(capsys, *CALLS["compare"](tmp_path / "json"), "--json")
-    means = {mode: loss(result, mode) for mode in ("sample_mean", "token_mean", "constant")}
-    heads = [at for at, line in enumerate(lines) if line.startswith(" pg_loss by layout")]
-    assert len(heads) > 1
-    below = {mode: [line for at in heads if mode in lines[at] for line in lines[at + 2 : at + 7]] for mode in means}
-    for mode, rows in below.items():
-        assert [row.split()[0] for row in rows] == ["recorded", *DEFAULT_LAYOUTS]
-        assert all(f"{means[mode]:.9g}" in row.split() for row in rows), mode
-
-
-def loss(result: Result, mode: str) -> float:
-    """pg_loss, the mean over the steps; below 1e-12 it is rounding, and shown as 0."""
-    values = [step["modes"][mode]["pg_loss"] for step in result.steps]
-    mean = sum(values) / len(values)
-    return 0.0 if abs(mean) < 1e-12 else mean
+    """By hand of `--json`: total weights 1, and under constant the tokens of a step over 64 rollouts times 16."""
+    call = ("compare", "--rollouts=example", "--modes=sample_mean,token_mean,constant,verl-legacy:seq-mean-token-sum-norm")
+    lines = printed(capsys, monkeypatch, 60, *call, f"--output={tmp_path / 'out'}").splitlines()
+    heads = [at for at, line in enumerate(lines) if line.startswith("mean of 3 steps")]
+    assert len(heads) == 2
+    rows = [next(line for line in lines[at:] if line.startswith("total weight")).split()[2:] for at in heads]
+    assert rows[0] == ["1", "1", "0.454"]
+    assert len(rows[1]) == 1
+    assert lines[heads[1] - 1] == ""
 
 
 @pytest.mark.parametrize("terminal", [False, True])

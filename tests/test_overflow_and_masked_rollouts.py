@@ -124,7 +124,7 @@ def test_beside_a_metric_that_counts_fully_masked_rollouts_stands_the_one_over_t
     assert "kl_loss 2 (counted: 1.3333)" in told.err
     table = replay(capsys, tmp_path, of_three(), "--kl-estimator", "k1").out.splitlines()
     kl = next(at for at, line in enumerate(table) if line.split()[:1] == ["kl_loss"])
-    assert table[kl + 1].split() == ["over", "trained", "only", "2", "2", "2"]
+    assert table[kl + 1].split() == ["over", "trained", "rollouts", "only", "2"]
 
 
 def test_matched_metrics_over_the_trained_rollouts_are_those_of_a_step_without_the_others(tmp_path, capsys) -> None:

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from aggcli.config import settings_from
+from aggcli.errors import RolloutError
 from aggcli.layout.schedule import Schedule, parse_layout, schedule_step
 from aggcli.layout.views import cut, cut_in_pieces
 from aggcli.measurement.local import Adding, MeasureConfig, measure
 from aggcli.objective.step import step_inputs
-from tests.fixtures import MODES, batch_of, random_fanout, rules_named
+from aggcli.rollouts import batch as batches
+from aggcli.rollouts.batch import Spread
+from tests.fixtures import MODES, batch_of, random_fanout, rules_named, sample
 
 LAYOUTS = ("dp1", "dp2:balanced:mb3", "dp3cp2@40", "dp2cp4:interleaved", "dp64")
 
@@ -53,3 +56,43 @@ def test_all_samples_of_a_batch_in_their_order_are_its_own_memory() -> None:
     turned = batch.select(torch.arange(batch.num_samples).flip(0))
     assert turned.response_length_S.tolist() == batch.response_length_S.tolist()[::-1]
     assert turned.loss_mask_T.data_ptr() != batch.loss_mask_T.data_ptr()
+
+
+MASKS = ([1, 0, 1], [], [0, 1, 1, 1], [1])
+"""Loss masks of four samples, of 8 tokens together."""
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 100])
+def test_tokens_are_counted_and_told_apart_the_same_some_at_a_time(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "TOKENS_OF_CHUNK", tokens)
+    batch = batch_of(sample(len(mask), loss_mask=mask) for mask in MASKS)
+    assert batch.mask_sum_S().tolist() == [2, 0, 3, 1]
+    chunked = [(chunk.start, chunk.stop, sample_C.tolist()) for chunk, sample_C in batch.token_chunks()]
+    assert [at for *_, of_chunk in chunked for at in of_chunk] == [0, 0, 0, 2, 2, 2, 2, 3]
+    assert [stop - start for start, stop, _ in chunked] == [len(of_chunk) for *_, of_chunk in chunked]
+    assert max(len(of_chunk) for *_, of_chunk in chunked) == min(tokens, 8)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 100])
+def test_a_number_that_is_not_finite_is_named_wherever_the_look_at_it_begins(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The NaN under the mask of sample 0 is none of anybody's business; the one of sample 2 is at its own token 3."""
+    monkeypatch.setattr(batches, "TOKENS_OF_CHUNK", tokens)
+    numbers = ([-1.0, float("nan"), -1.0], [], [-1.0, -1.0, -1.0, float("nan")], [-1.0])
+    rows = [sample(len(mask), loss_mask=mask, log_probs=own) for mask, own in zip(MASKS, numbers, strict=True)]
+    with pytest.raises(RolloutError, match="sample 2, token 3: log_probs is nan where loss_mask is 1"):
+        batch_of(rows)
+
+
+def test_a_weight_of_samples_is_the_same_array_whole_and_in_part() -> None:
+    """2, 3, 5, 7 at the tokens of the four samples that their masks leave; the sample of no tokens shows nowhere."""
+    batch = batch_of(sample(len(mask), loss_mask=mask) for mask in MASKS)
+    value_S = torch.tensor([2.0, 3.0, 5.0, 7.0], dtype=torch.float64)
+    spread = Spread(value_S, batch.response_length_S, batch.loss_mask_T)
+    assert spread.whole().tolist() == [2, 0, 2, 0, 5, 5, 5, 7]
+    at_N = torch.tensor([7, 4, 1, 0])
+    assert spread.at(at_N, batch.sample_of_token()[at_N]).tolist() == [7, 5, 0, 2]
+    everywhere = Spread(value_S, batch.response_length_S, None)
+    assert everywhere.whole().tolist() == [2, 2, 2, 5, 5, 5, 5, 7]
+    assert everywhere.at(at_N, batch.sample_of_token()[at_N]).tolist() == [7, 5, 2, 2]

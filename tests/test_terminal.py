@@ -42,7 +42,7 @@ def inspected(capsys: pytest.CaptureFixture[str], files: list[Path]) -> list[str
 
 def test_inspect_breaks_no_word_at_80_columns(capsys, tmp_path: Path) -> None:
     files = [write_jsonl(tmp_path / f"{step}.pt.jsonl", samples("rw")) for step in range(3)]
-    (streams,) = (line for line in inspected(capsys, files) if line.startswith(" streams"))
+    (streams,) = (line for line in inspected(capsys, files) if line.startswith("streams"))
     assert streams.split() == ["streams", *["rollout_log_probs"] * 3]
 
 
@@ -51,14 +51,14 @@ def test_inspect_shows_steps_with_long_names_below_the_others_and_says_how_many_
     lines = inspected(capsys, files)
     names = [[word for word in line.split() if word.startswith("(")] for line in lines if "(completions" in line]
     assert names == [[f"(completions_0000{at}.jsonl)" for at in of] for of in ((0, 1), (2, 3))]
-    streams = [line.split() for line in lines if line.startswith(" streams")]
+    streams = [line.split() for line in lines if line.startswith("streams")]
     assert streams == [["streams", "rollout_log_probs", "rollout_log_probs"]] * 2
     assert "4 of 5 steps shown; --json shows all" in map(str.strip, lines)
 
 
 def test_inspect_folds_a_name_that_is_longer_than_a_line_and_loses_none_of_it(capsys, tmp_path: Path) -> None:
     lines = inspected(capsys, [write_jsonl(tmp_path / f"{'long' * 25}.jsonl", samples("rw"))])
-    table = lines[: next(at for at, line in enumerate(lines) if line.startswith(" samples"))]
+    table = lines[: next(at for at, line in enumerate(lines) if line.startswith("samples"))]
     assert f"({'long' * 25}.jsonl)" in "".join(line.strip() for line in table[1:])
 
 
@@ -66,13 +66,18 @@ def test_inspect_folds_a_name_that_is_longer_than_a_line_and_loses_none_of_it(ca
 
 
 def correct_table(capsys: pytest.CaptureFixture[str], files: list[Path], output: Path) -> list[str]:
-    """The rows of the table of correct samples, the heads first."""
+    """The rows of the table of correct samples, the heads first, in a line each."""
     flags = ("--log-correct-samples", "--layouts", "dp1,dp2:contiguous")
     result = aggcli(capsys, "compare", *(f"--rollouts={file}" for file in files), *flags, "--output", output)
     assert result.code == 0, result.err
-    lines = result.out.splitlines()
-    start = next(at for at, line in enumerate(lines) if line.startswith(" correct samples"))
-    return [lines[start], *(line for line in lines[start + 2 : start + 6] if line.startswith(" dp"))]
+    (table,) = [part for part in result.out.split("\n\n") if "count by" in part]
+    lines = table.splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith("──"))
+    heads = zip(*(line.ljust(80) for line in lines[:at]), strict=True)
+    blank = [set(column) == {" "} for column in heads]
+    edges = [start for start in range(80) if not blank[start] and (not start or all(blank[start - 2 : start] or [False]))]
+    columns = [slice(start, stop) for start, stop in zip(edges, [*edges[1:], 80], strict=True)]
+    return ["; ".join(" ".join(line[column].strip() for line in lines[:at]).strip() for column in columns), *lines[at + 1 :]]
 
 
 def test_the_correct_samples_of_several_steps_have_the_mean_count_of_each_rank_and_no_blank_column(
@@ -81,17 +86,19 @@ def test_the_correct_samples_of_several_steps_have_the_mean_count_of_each_rank_a
     """Right are 2 + 1 of the two halves of one step and 1 + 0 of the other's: means 1.5 and 0.5, together 2."""
     files = [write_jsonl(tmp_path / f"{name}.jsonl", samples(name)) for name in ("rrwr", "rwww")]
     heads, one, two = correct_table(capsys, files, tmp_path / "out")
-    assert heads.split("  ")[0] == " correct samples"
-    assert " ".join(heads.split()) == "correct samples count mean length count by rank"
-    assert one.split() == ["dp1", "2", "2", "2"]
-    assert two.split() == ["dp2:contiguous", "2", "2", "1.5", "+", "0.5"]
+    assert heads == "correct samples; count; mean length; count by rank; mean length by rank (tokens)"
+    assert one.split() == ["dp1", "2", "2", "2", "2"]
+    assert two.split() == ["dp2:contiguous", "2", "2", "1.5", "+", "0.5", "2,", "2"]
 
 
-def test_the_correct_samples_of_a_single_step_have_their_lengths(capsys, tmp_path: Path) -> None:
+def test_the_correct_samples_of_a_single_step_have_their_lengths_and_each_rank_its_mean(capsys, tmp_path: Path) -> None:
+    """Three of length 2, two of them on rank 0; and in the other file two on rank 0 and none on rank 1."""
     heads, one, two = correct_table(capsys, [write_jsonl(tmp_path / "a.jsonl", samples("rrwr"))], tmp_path / "out")
-    assert " ".join(heads.split()) == "correct samples count mean length lengths count by rank"
-    assert one.split() == ["dp1", "3", "2", "2", "2", "2", "3"]
-    assert two.split() == ["dp2:contiguous", "3", "2", "2", "2", "2", "2", "+", "1"]
+    assert heads == "correct samples; count; mean length; lengths; count by rank; mean length by rank (tokens)"
+    assert one.split() == ["dp1", "3", "2", "2", "2", "2", "3", "2"]
+    assert two.split() == ["dp2:contiguous", "3", "2", "2", "2", "2", "2", "+", "1", "2,", "2"]
+    *_, two = correct_table(capsys, [write_jsonl(tmp_path / "b.jsonl", samples("rrww"))], tmp_path / "other")
+    assert two.split() == ["dp2:contiguous", "2", "2", "2", "2", "2", "+", "0", "2,", "-"]
 
 
 # -- numbers in words -------------------------------------------------------------------------------------------------
@@ -109,7 +116,7 @@ def test_bytes_are_told_in_powers_of_a_thousand() -> None:
 @pytest.mark.parametrize(("left", "said"), [(1, "1 more note is left out"), (2, "2 more notes are left out")])
 def test_notes_that_find_no_room_are_counted(capsys: pytest.CaptureFixture[str], left: int, said: str) -> None:
     with heard_by(Terminal()):
-        _say_notes({f"note {at}": [0] for at in range(MOST_NOTES + left)}, 1)
+        _say_notes({"note " + at * "x": [0] for at in range(MOST_NOTES + left)}, 1)
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"note: {said} here; ")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from aggcli.cli.console import out, say
+from aggcli.cli.console import say, show
 from aggcli.cli.options import ConfigOption, JsonOption, comma_list, offered, resolve, with_paths, with_settings
 from aggcli.config import FIELDS, SOURCE_SETTINGS
 from aggcli.errors import CheckFailed, ExitCode
@@ -120,8 +120,7 @@ def audit(
 
         print(to_json(result.as_json()))
     else:
-        for part in result.tables():
-            out().print(part)
+        show(result.tables())
     if result.failure:
         raise CheckFailed(result.failure)
     return ExitCode.DONE

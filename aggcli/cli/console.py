@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from aggcli.errors import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 Item = TypeVar("Item")
 
@@ -36,6 +36,15 @@ def out() -> Console:
             raise BrokenPipeError
 
     return Data(markup=False, highlight=False, emoji=False)
+
+
+def show(parts: Iterable[RenderableType]) -> None:
+    """The parts of a result on stdout, an empty line between them."""
+    from aggcli.report.blocks import spaced
+
+    console = out()
+    for part in spaced(parts):
+        console.print(part)
 
 
 def say(text: str) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from aggcli.cli.console import invocation, out, say
+from aggcli.cli.console import invocation, say, show
+from aggcli.cli.live import notes_after
 from aggcli.cli.options import resolve, say_ignored, with_recorded
 from aggcli.cli.ranks import on_ranks
 from aggcli.config import RunConfig, to_toml
@@ -64,10 +65,11 @@ def replay_command(request: ReplayRequest, *, json: bool) -> int:
     from aggcli import sinks
 
     sinks.need(request.config.log_to)
-    result = on_ranks(request.config, lambda config, world: _replayed(dataclasses.replace(request, config=config), world))
-    if result is None:
-        return ExitCode.DONE
-    _print(result, json)
+    with notes_after():
+        result = on_ranks(request.config, lambda config, world: _replayed(dataclasses.replace(request, config=config), world))
+        if result is None:
+            return ExitCode.DONE
+        _print(result, json)
     say(f"recorded in {result.directory}")
     if result.failure:
         raise CheckFailed(f"{result.failure}; layouts.jsonl holds them")
@@ -111,8 +113,7 @@ def _print(result: ReplayResult | TrainingResult, json: bool) -> None:
 
         print(to_json(result.as_json()))
         return
-    for part in result.tables():
-        out().print(part)
+    show(result.tables())
 
 
 def refuse_resume(resume: bool) -> None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from aggcli.cli.console import is_terminal, progress, say
-from aggcli.jobs.listening import Item, Listener
+from aggcli.jobs.listening import Item, Listener, heard_by
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,6 +35,28 @@ class Terminal(Listener):
 
     def training(self, steps: int, done: int) -> AbstractContextManager[Show]:
         return training_table(steps, done)
+
+
+class _Keeping(Terminal):
+    """The terminal, whose notes wait."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@contextmanager
+def notes_after() -> Iterator[None]:
+    """The notes of the jobs inside are said at the end, below what is printed there; also where that fails."""
+    keeping = _Keeping()
+    try:
+        with heard_by(keeping):
+            yield
+    finally:
+        for text in keeping.notes:
+            say(text)
 
 
 @contextmanager

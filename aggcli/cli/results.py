@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aggcli.cli.console import out, say
+from aggcli.cli.console import say, show
 from aggcli.errors import SettingError, nearest
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ def print_comparison(found: ComparisonResult, format: str) -> None:
     elif format == "latex":
         print(f"{verdicts.verdict_comments(verdict)}\n{tables.latex_table(rows, precision, found.caption_for(format))}")
     else:
-        for part in found.tables():
-            out().print(part)
+        show(found.tables())
     for note in notes:
         say(note)

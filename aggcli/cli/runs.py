@@ -103,8 +103,10 @@ def diff(
 
 def _show(tables: Iterable[Table]) -> None:
     """Folded to the terminal; in a pipe a row is a line, however long."""
-    for table in tables:
+    for at, table in enumerate(tables):
         console = out()
+        if at:
+            console.print()
         if not console.is_terminal:
             console.width = max(console.width, console.measure(table, options=console.options.update(width=1_000_000)).maximum)
         console.print(table)

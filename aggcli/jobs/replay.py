@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from aggcli.rules import CUSTOM, Rule, names_of
 if TYPE_CHECKING:
     import pandas as pd
 
+    from aggcli.analysis.answer import Answer
     from aggcli.jobs.steps import Replay
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.measurement.report import StepReport
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from aggcli.world import World
 
 MOST_NOTES = 12
+_NUMBER = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,23 @@ class ReplayResult(Shown):
             for mode, found in step["modes"].items()
         )
 
+    @property
+    def answer(self) -> Answer:
+        """What the modes and the layouts do to these rollouts, in three sentences at most."""
+        from aggcli.analysis.replay_answer import replay_answer
+
+        return replay_answer(self.head, self.steps)
+
     def as_json(self) -> dict[str, Any]:
         """What `--json` prints."""
         results = {"results": None if self.directory is None else str(self.directory), "between_layouts": self.between_layouts}
-        return {"schema": 1, **self.head, **results, "steps": self.steps}
+        return {"schema": 1, "answer": list(self.answer.sentences), **self.head, **results, "steps": self.steps}
 
     def tables(self) -> list[Any]:
         """What the terminal shows: rich tables and texts."""
         from aggcli.report.tables import replay_tables
 
-        return replay_tables(self.head, self.steps, self.between_layouts)
+        return replay_tables(self.head, self.steps, self.between_layouts, self.answer)
 
 
 def replay(request: ReplayRequest, batches: Sequence[RolloutBatch] | None = None, world: World | None = None) -> ReplayResult:
@@ -281,10 +291,17 @@ class Recorder:
 
 
 def _say_notes(notes: dict[str, list[int]], steps: int) -> None:
-    """Each note once, with the steps it is about where it is not about all of them."""
-    for note, about in list(notes.items())[:MOST_NOTES]:
+    """Each note once, with the steps it is about where it is not about all of them. Notes that differ in their numbers alone
+    are one note: the first of them is said."""
+    alike: dict[str, list[tuple[str, int]]] = {}
+    for note, about in notes.items():
+        alike.setdefault(_NUMBER.sub("0", note), []).extend((note, step) for step in about)
+    for found in list(alike.values())[:MOST_NOTES]:
+        (note, first), about = found[0], sorted({step for _, step in found})
         where = "" if len(about) == steps else f"step {about[0]}: " if len(about) == 1 else f"steps {some(about)}: "
-        say(where + note)
-    if len(notes) > MOST_NOTES:
-        left_out = plural(len(notes) - MOST_NOTES, "more note is", "more notes are")
+        say(
+            where + note + ("" if len({text for text, _ in found}) == 1 else f" (step {first}; other steps have other numbers)")
+        )
+    if len(alike) > MOST_NOTES:
+        left_out = plural(len(alike) - MOST_NOTES, "more note is", "more notes are")
         say(f"{left_out} left out here; metrics.jsonl and --json hold them all")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aggcli.layout.context_parallel import owner_of_tokens
 from aggcli.layout.schedule import Schedule
-from aggcli.rollouts.batch import RolloutBatch, ragged_positions
+from aggcli.rollouts.batch import RolloutBatch, Spread, ragged_positions
 
 TOKENS_OF_PIECE = 2**18
 """Response tokens measured at a time: some hundred bytes each are in memory for as long."""
@@ -37,8 +37,7 @@ class GlobalView:
         """The view of a rollout batch, whose advantages are already set."""
         has_S = None
         if batch.advantages_T is not None:
-            counted_T = batch.loss_mask_T & (batch.advantages_T != 0)
-            has_S = torch.zeros_like(batch.rollout_S).index_add_(0, batch.sample_of_token(), counted_T.long()) > 0
+            has_S = batch.count_S(batch.loss_mask_T & (batch.advantages_T != 0)) > 0
         return cls(batch.reward_S, batch.rollout_S, batch.group_S, has_S)
 
 
@@ -83,7 +82,7 @@ def cut(
     cp: int,
     *,
     tokens: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor | Spread],
     only: int | None = None,
 ) -> list[LocalView]:
     """Cut one optimizer step into the local views of all ranks, data-parallel rank by rank, context-parallel within.
@@ -106,7 +105,7 @@ def cut_in_pieces(
     cp: int,
     *,
     tokens: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor | Spread],
     tokens_of_piece: int = TOKENS_OF_PIECE,
 ) -> Iterator[Iterator[list[LocalView]]]:
     """What `cut` gives, without a second copy of the step: data-parallel rank by rank, some samples at a time.
@@ -148,7 +147,7 @@ def _held(schedule: Schedule) -> Iterator[_Held]:
 class _Whole:
     """The step that views are cut from."""
 
-    def __init__(self, step: RolloutBatch, tokens: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, step: RolloutBatch, tokens: Mapping[str, Tensor], weights: Mapping[str, Tensor | Spread]) -> None:
         self.step, self.tokens, self.weights = step, tokens, weights
         self.truncated_S = step.truncated_S
         self.mask_sum_S, self.share_S = step.mask_sum_S(), rollout_share(step.rollout_S)
@@ -176,7 +175,7 @@ class _Whole:
                     mask_sum_S=self.mask_sum_S[held_S],
                     rollout_share_S=self.share_S[held_S],
                     tokens={name: value_T[at_T] for name, value_T in self.tokens.items()},
-                    weights={rule: weight_T[at_T] for rule, weight_T in self.weights.items()},
+                    weights={rule: _taken(weight, at_T, in_order_S, sample_T[mine_T]) for rule, weight in self.weights.items()},
                     order_S=held.order_S,
                     token_count_S=torch.bincount(sample_T[mine_T], minlength=in_order_S.numel()),
                     step_position_T=at_T,
@@ -186,6 +185,11 @@ class _Whole:
                 )
             )
         return views
+
+
+def _taken(weight: Tensor | Spread, at_N: Tensor, sample_S: Tensor, which_N: Tensor) -> Tensor:
+    """Weights at these flat positions; `sample_S[which_N]` are the samples that they belong to."""
+    return weight.at(at_N, sample_S[which_N]) if isinstance(weight, Spread) else weight[at_N]
 
 
 def _micro_batch_of(order_S: Tensor, micro_batches: Sequence[Sequence[int]]) -> Tensor:

@@ -19,13 +19,14 @@ def influence(step: RolloutBatch, weight_T: Tensor, config: MeasureConfig) -> Va
     All None where the total weight is 0; a share that the batch cannot give (no rewards, no advantages) is left out.
     """
     weight_T = weight_T.double()
-    sample_T = step.sample_of_token()
-    weight_S = torch.zeros(step.num_samples, dtype=torch.float64).index_add_(0, sample_T, weight_T)
+    weight_S = torch.zeros(step.num_samples, dtype=torch.float64)
+    for chunk, sample_C in step.token_chunks():
+        weight_S.index_add_(0, sample_C, weight_T[chunk])
     total, squares = float(weight_S.sum()), float(weight_T @ weight_T)
     values: Values = {"effective_tokens": total * total / squares if squares else None}
 
     def share(name: str, chosen: Tensor, of: Tensor) -> None:
-        values[f"weight_share/{name}"] = float(of[chosen].sum()) / total if total else None
+        values[f"weight_share/{name}"] = float(where_true(of, chosen).sum()) / total if total else None
 
     bins_S = length_bins(step.response_length_S, config.max_response_length)
     for at, label in enumerate(LENGTH_BINS):
@@ -36,11 +37,16 @@ def influence(step: RolloutBatch, weight_T: Tensor, config: MeasureConfig) -> Va
         share("incorrect", ~correct_S & ~step.reward_S.isnan(), weight_S)
         _group_shares(step, config, weight_S, share)
     if step.advantages_T is not None:
-        advantages_T = torch.where(step.loss_mask_T, step.advantages_T, 0.0)
-        share("positive_advantage", advantages_T > 0, weight_T)
-        share("negative_advantage", advantages_T < 0, weight_T)
-        share("zero_advantage", advantages_T == 0, weight_T)
+        mask_T, advantages_T = step.loss_mask_T, step.advantages_T
+        share("positive_advantage", (advantages_T > 0).logical_and_(mask_T), weight_T)
+        share("negative_advantage", (advantages_T < 0).logical_and_(mask_T), weight_T)
+        share("zero_advantage", (advantages_T != 0).logical_and_(mask_T).logical_not_(), weight_T)
     return checked(values)
+
+
+def where_true(value: Tensor, chosen: Tensor) -> Tensor:
+    """`value[chosen]`, without the positions of the chosen, which torch would make and which take as much again."""
+    return torch.from_numpy(value.numpy()[chosen.numpy()])
 
 
 def _group_shares(step: RolloutBatch, config: MeasureConfig, weight_S: Tensor, share) -> None:

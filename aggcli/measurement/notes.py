@@ -82,8 +82,8 @@ def _on_certain_tokens(inputs: StepInputs, values: Values) -> list[str]:
     rule = inputs.weighing[inputs.names[0]].metrics
     if not certain_T.any() or not kept.loss_mask_T.any() or rule == CUSTOM:
         return []
-    apart_T = (inputs.tokens["trainer_log_probs"] - inputs.tokens["rollout_log_probs"]).abs().double()
-    without = float(masked_weights(rule, kept) @ apart_T.where(kept.loss_mask_T, 0.0))
+    apart_T = (inputs.tokens["trainer_log_probs"] - inputs.tokens["rollout_log_probs"]).abs_().double()
+    without = float(masked_weights(rule, kept).whole() @ apart_T.masked_fill_(~kept.loss_mask_T, 0.0))
     those = plural(int(certain_T.sum()), "trained token", "trained tokens")
     return [f"sampler_mismatch is {counted:.5g}; without {those} whose sampler log-prob is exactly 0 it is {without:.5g}"]
 
@@ -118,7 +118,7 @@ def _on_groups(inputs: StepInputs, values: Values) -> list[str]:
         )
     if not groups or not flat or advantages_T is None or not values["tokens"]:
         return notes
-    if flat < groups or advantages_T[inputs.tokens["loss_mask"]].any():
+    if flat < groups or (inputs.tokens["loss_mask"] & (advantages_T != 0)).any():
         return [
             *notes,
             f"zero-variance groups {flat:g}/{groups:g}: every advantage in them is 0",

@@ -61,16 +61,19 @@ def _advantages(step: RolloutBatch) -> list[float | None]:
     """The mean advantage of each sample's trained tokens, which is that of each where all have one; None without any."""
     if step.advantages_T is None:
         return [None] * step.num_samples
-    chosen_T = torch.where(step.loss_mask_T, step.advantages_T.double(), 0.0)
-    sum_S = torch.zeros(step.num_samples, dtype=torch.float64).index_add_(0, step.sample_of_token(), chosen_T)
+    sum_S = torch.zeros(step.num_samples, dtype=torch.float64)
+    for chunk, sample_C in step.token_chunks():
+        sum_S.index_add_(0, sample_C, torch.where(step.loss_mask_T[chunk], step.advantages_T[chunk].double(), 0.0))
     tokens = step.mask_sum_S().tolist()
     return [total / count if count else None for total, count in zip(sum_S.tolist(), tokens, strict=True)]
 
 
 def weight_of_samples(step: RolloutBatch, weight_T: Tensor) -> list[float]:
     """The total weight of each training sample, in the step's order."""
-    zero_S = torch.zeros(step.num_samples, dtype=torch.float64)
-    return zero_S.index_add_(0, step.sample_of_token(), weight_T.double()).tolist()
+    weight_S = torch.zeros(step.num_samples, dtype=torch.float64)
+    for chunk, sample_C in step.token_chunks():
+        weight_S.index_add_(0, sample_C, weight_T[chunk].double())
+    return weight_S.tolist()
 
 
 def _text(label: object) -> str:

@@ -101,7 +101,7 @@ def report_step(
         notes=[*head.notes, *notes_on_step(inputs, values, recorded), *_moving(comparison, inputs)],
         skipped=skipped(inputs) | reasons,
         samples=sample_columns(step, measuring.correct_threshold) if is_detailed else {},
-        weights={rule: weight_of_samples(step, inputs.weights[rule]) for rule in rules} if is_detailed else {},
+        weights={rule: weight_of_samples(step, inputs.weight_T(rule)) for rule in rules} if is_detailed else {},
     )
 
 
@@ -167,7 +167,7 @@ def _measured(pieces: Iterable[Sequence[LocalView]], cp: int, measuring: Measure
 def _what_rules_do(inputs: StepInputs, total: Partials, measuring: MeasureConfig) -> dict[str, Values]:
     """By rule: where its weight goes, and its gradient against the first rule's."""
     compared = gradient_comparison(total, inputs.names, inputs.names[0])
-    return {rule: influence(inputs.step, inputs.weights[rule], measuring) | compared.get(rule, {}) for rule in inputs.names}
+    return {rule: influence(inputs.step, inputs.weight_T(rule), measuring) | compared.get(rule, {}) for rule in inputs.names}
 
 
 def _moving(comparison: LayoutComparison, inputs: StepInputs) -> list[str]:

@@ -10,11 +10,13 @@ import math
 import torch
 
 from aggcli.measurement.catalogue import BESIDE, OVER_TRAINED, checked
+from aggcli.measurement.influence import where_true
 from aggcli.measurement.local import MeasureConfig
 from aggcli.measurement.report import Values
 from aggcli.measurement.tokens import token_numbers
 from aggcli.objective.step import StepInputs
 from aggcli.objective.weights import masked_weights
+from aggcli.rollouts.batch import TOKEN_FIELDS, Spread, chunks
 from aggcli.rules import CUSTOM
 
 
@@ -29,22 +31,41 @@ def over_trained_rollouts(inputs: StepInputs, measuring: MeasureConfig) -> dict[
     trained_S = tokens_G[step.rollout_S] > 0
     if trained_S.all():
         return {}
-    kept = step.select(trained_S.nonzero().flatten())
-    kept_T = trained_S[step.sample_of_token()]
-    numbers = token_numbers(inputs.tokens, measuring.objective, has_ratio=inputs.has_ratio, with_slopes=False).values
-    moved: dict[str, torch.Tensor | None] = {}
-    found: dict[str, Values] = {}
-    for name, weighing in inputs.weighing.items():
-        found[name] = {}
-        rules = {rule.name: rule for rule in weighing.rules}
-        for metric in BESIDE:
-            rule = rules[weighing.names.of(metric)]
-            if metric not in numbers or rule == CUSTOM or rule.depends_on_layout:
+    lean = step.derived(**dict.fromkeys((*(field for field in TOKEN_FIELDS if field != "advantages_T"), "token_ids_U")))
+    kept = lean.select(trained_S.nonzero().flatten())  # what weights are made of
+    kept_T = Spread(trained_S, step.response_length_S, None).whole()
+    moved: dict[str, Spread | None] = {}
+    found: dict[str, Values] = {name: {} for name in inputs.weighing}
+    for metric in [metric for metric in BESIDE if metric in _numbers(inputs, slice(0), measuring)]:
+        value_K: torch.Tensor | None = None
+        for name, weighing in inputs.weighing.items():
+            rule = {rule.name: rule for rule in weighing.rules}[weighing.names.of(metric)]
+            if rule == CUSTOM or rule.depends_on_layout:
                 continue
             if rule.name not in moved:
-                weight_T = masked_weights(rule, kept)
-                moved[rule.name] = None if torch.equal(weight_T, inputs.weights[rule.name][kept_T]) else weight_T
-            if (weight_T := moved[rule.name]) is not None:
-                value = float(weight_T @ numbers[metric][kept_T].double())
-                found[name][metric + OVER_TRAINED] = value if math.isfinite(value) else None
+                weight = masked_weights(rule, kept)
+                is_same = torch.equal(weight.whole(), where_true(inputs.weight_T(rule.name), kept_T))
+                moved[rule.name] = None if is_same else weight
+            if (weight := moved[rule.name]) is None:
+                continue
+            value_K = _kept(metric, inputs, kept_T, measuring) if value_K is None else value_K
+            value = float(weight.whole() @ value_K)
+            found[name][metric + OVER_TRAINED] = value if math.isfinite(value) else None
     return {name: checked(values) for name, values in found.items()}
+
+
+def _kept(metric: str, inputs: StepInputs, kept_T: torch.Tensor, measuring: MeasureConfig) -> torch.Tensor:
+    """A metric's per-token numbers at the kept tokens, float64."""
+    found_K = torch.empty(int(kept_T.sum()), dtype=torch.float64)
+    at = 0
+    for chunk in chunks(kept_T.numel()):
+        kept_C = where_true(_numbers(inputs, chunk, measuring)[metric], kept_T[chunk])
+        found_K[at : at + kept_C.numel()] = kept_C
+        at += kept_C.numel()
+    return found_K
+
+
+def _numbers(inputs: StepInputs, chunk: slice, measuring: MeasureConfig) -> dict[str, torch.Tensor]:
+    """The per-token numbers of some tokens, by metric."""
+    tokens = {name: value_T[chunk] for name, value_T in inputs.tokens.items()}
+    return token_numbers(tokens, measuring.objective, has_ratio=inputs.has_ratio, with_slopes=False).values

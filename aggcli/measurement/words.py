@@ -16,6 +16,16 @@ def listed(words: Sequence[str], last: str = "and") -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
+def short(value: float) -> str:
+    """A number to read: three significant digits, or all that stand before the point: 0.0526, 12.3, 465, 12345; 0 for -0."""
+    return f"{value + 0:.0f}" if 99.95 <= abs(value) < 1e15 else f"{value + 0:.3g}"
+
+
+def percent(share: float) -> str:
+    """A share in per cent, as `short` has it: `9.38 %`, `17 %`."""
+    return f"{short(100 * share)} %"
+
+
 def in_bytes(count: int) -> str:
     """Bytes as text, in powers of 1000: `999 B`, `1.2 MB`."""
     if count < 1000:

@@ -15,7 +15,7 @@ from aggcli.layout.schedule import Schedule
 from aggcli.objective.advantages import group_advantages
 from aggcli.objective.reducer import Reducer, reducer_weights
 from aggcli.objective.weights import masked_weights
-from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, Spread, first_where, is_first
 from aggcli.rules import CUSTOM, SAMPLE_MEAN, TOKEN_MEAN, Rule, names_of
 
 
@@ -76,13 +76,14 @@ class StepInputs:
     """`tokens`: flat [T] arrays by name (`loss_mask`, `log_probs`, `advantages`, ...); a missing one is absent.
 
     `rules`: the rules compared, in order; `weights`: float64 [T] by the rule's name, for the rules compared and those that
-    weigh their metrics, KL and entropy (`weighing`, by the name of the compared rule). `has_ratio`: two log-probability
+    weigh their metrics, KL and entropy (`weighing`, by the name of the compared rule); a rule's own are one number a sample
+    until they are asked for. `has_ratio`: two log-probability
     streams were there, so ratios are measured, not assumed to be 1.
     """
 
     step: RolloutBatch
     tokens: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor | Spread]
     rules: tuple[Rule, ...]
     weighing: dict[str, Weighing]
     has_ratio: bool
@@ -91,6 +92,11 @@ class StepInputs:
     def names(self) -> tuple[str, ...]:
         """What the compared rules are called, in order."""
         return names_of(self.rules)
+
+    def weight_T(self, rule: str) -> Tensor:
+        """The weights of a rule, float64 [T]."""
+        weight = self.weights[rule]
+        return weight.whole() if isinstance(weight, Spread) else weight
 
     @property
     def weight_names(self) -> dict[str, WeightNames]:
@@ -172,7 +178,7 @@ def step_inputs(
         _check_ratio(step, tokens, objective, dtype)
     needed = dict.fromkeys(used for one in weighing.values() for used in one.rules)
     schedules = None if schedule is None else [schedule]
-    weights = dict(made or {})
+    weights: dict[str, Tensor | Spread] = dict(made or {})
     for rule in needed:
         if rule != CUSTOM and rule.name not in weights:
             weights[rule.name] = masked_weights(rule, step, schedules)
@@ -217,14 +223,17 @@ def _streams(step: RolloutBatch) -> tuple[dict[str, Tensor], bool]:
 def _check_ratio(step: RolloutBatch, tokens: dict[str, Tensor], objective: ObjectiveConfig, dtype: torch.dtype) -> None:
     """Refuse, by name, an importance ratio that the arithmetic cannot hold where the loss needs it: of a token of negative
     advantage, whose loss nothing bounds without a dual clip, and of any token where the ratio multiplies a KL term."""
-    needed_T = step.loss_mask_T.clone()
-    if not (objective.kl_coef and objective.kl_unbiased):
-        if "advantages" not in tokens or objective.eps_clip_c is not None:
-            return
-        needed_T &= tokens["advantages"] < 0
+    multiplies_kl = objective.kl_coef and objective.kl_unbiased
+    if not multiplies_kl and ("advantages" not in tokens or objective.eps_clip_c is not None):
+        return
     most = math.log(torch.finfo(dtype).max) / 2
-    too_large_T = (tokens["log_probs"] - tokens["old_log_probs"] > most).logical_and_(needed_T)
-    for token in too_large_T.nonzero().flatten().tolist()[:1]:
+
+    def too_large(part: slice) -> Tensor:
+        is_needed = step.loss_mask_T[part] if multiplies_kl else step.loss_mask_T[part] & (tokens["advantages"][part] < 0)
+        return (tokens["log_probs"][part] - tokens["old_log_probs"][part] > most) & is_needed
+
+    token = first_where(step.loss_mask_T.numel(), too_large)
+    if token is not None:
         raise RolloutError(
             f"{step.token_name(token)}: log_probs - old_log_probs is"
             f" {float(tokens['log_probs'][token] - tokens['old_log_probs'][token]):g} nats, whose ratio"

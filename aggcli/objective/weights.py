@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from aggcli.errors import RolloutError, SettingError
 from aggcli.layout.schedule import Schedule
-from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, group_of_rollout, is_first
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, Spread, group_of_rollout, is_first
 from aggcli.rules import Denominator, Rule, Scope
 
 
@@ -34,6 +34,11 @@ def rule_weights(rule: Rule, step: RolloutBatch, schedules: Sequence[Schedule] |
     Raises `SettingError` for a missing divisor, `RolloutError` naming a sample without group_index under a rule that counts
     prompts, or for a rule that looks at the sign of advantages without any.
     """
+    return weight_by_sample(rule, step, schedules).whole()
+
+
+def weight_by_sample(rule: Rule, step: RolloutBatch, schedules: Sequence[Schedule] | None = None) -> Spread:
+    """`rule_weights` as the one number of each sample that it is at the sample's tokens."""
     if rule.needs_groups:
         need_groups(step, rule)
     if rule.needs_divisor:
@@ -51,19 +56,18 @@ def rule_weights(rule: Rule, step: RolloutBatch, schedules: Sequence[Schedule] |
             broken_S |= _shared((count_S == 0).double(), step.run_S) > 0
     weight_S = torch.where(product_S > 0, counting.put_together() / product_S, 0.0)
     weight_S = torch.where(broken_S, math.nan, weight_S)
-    if rule.numerator == "unmasked":
-        return torch.repeat_interleave(weight_S, step.response_length_S, output_size=step.loss_mask_T.numel())
-    return spread(weight_S, step.response_length_S, counting.mask_T)
+    return Spread(weight_S, step.response_length_S, None if rule.numerator == "unmasked" else counting.mask_T)
 
 
-def masked_weights(rule: Rule, step: RolloutBatch, schedules: Sequence[Schedule] | None = None) -> Tensor:
+def masked_weights(rule: Rule, step: RolloutBatch, schedules: Sequence[Schedule] | None = None) -> Spread:
     """`rule_weights` for a loss whose masked tokens are selected away: exactly 0 where the loss mask is 0, float64 [T].
 
     Raises `RolloutError` where the rule divides 0 by 0, and as `rule_weights` does.
     """
-    weight_T = rule_weights(rule, step, schedules)
-    need_no_nan(weight_T, rule, step)
-    return torch.where(step.loss_mask_T, weight_T, 0.0) if rule.numerator == "unmasked" else weight_T
+    found = weight_by_sample(rule, step, schedules)
+    if any(d.empty == "nan" for d in rule.divides_by):
+        need_no_nan(found.whole(), rule, step)
+    return replace(found, mask_T=step.loss_mask_T) if found.mask_T is None else found
 
 
 def need_no_nan(weight_T: Tensor, rule: Rule, step: RolloutBatch) -> None:
@@ -73,13 +77,6 @@ def need_no_nan(weight_T: Tensor, rule: Rule, step: RolloutBatch) -> None:
             f"{step.name}: {rule.name} divides 0 by 0, since a piece of this step is fully masked under one of the layouts;"
             " leave that layout out with --layouts, or audit the rule"
         )
-
-
-def spread(value_S: Tensor, response_length_S: Tensor, mask_T: Tensor) -> Tensor:
-    """A per-sample value at each of the sample's tokens where the mask is 1, 0 at the others; [T]."""
-    length_S = torch.nn.functional.pad(response_length_S.int(), (1, 0))  # slot 0, of no tokens, is for the masked-out
-    slot_T = torch.repeat_interleave(length_S, output_size=mask_T.numel()).mul_(mask_T)
-    return torch.nn.functional.pad(value_S, (1, 0)).index_select(0, slot_T)
 
 
 def aggregate(loss_T: Tensor, weights_T: Tensor) -> Tensor:

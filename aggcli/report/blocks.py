@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+
+
+def spaced(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
+    """The parts of a screen with an empty line between them."""
+    for at, part in enumerate(parts):
+        if at:
+            yield ""
+        yield part
 
 
 class BlockTable(Table):
@@ -17,7 +25,8 @@ class BlockTable(Table):
 
     Columns at the right edge (`numbers`) are as wide as their widest cell, so that a number or an interval stays on its line:
     with `prose`, where they hold sentences too, as wide as their longest word. Only a cell that has no room even with half of
-    the width, or with what the names of the rows leave, is broken. All other columns fold. `whole`: never in blocks, for rows
+    the width, or with what the names of the rows leave, is broken. All other columns fold; beside them the names of the rows
+    stay whole up to three eighths of the width. `whole`: never in blocks, for rows
     that the first column does not tell apart. `fold_names`: names of rows wider than three eighths of the whole are broken
     where that keeps the table in one block.
     """
@@ -38,6 +47,7 @@ class BlockTable(Table):
         super().__init__(
             box=box.SIMPLE_HEAD,
             pad_edge=False,
+            show_edge=False,
             padding=padding,
             caption=Text(caption) if caption else None,
             caption_justify="left",
@@ -64,6 +74,7 @@ class BlockTable(Table):
         for at in every[1:]:
             if len(block) > 1 and not _fits(self._of([*block, at], widths, narrow=True), console, options):
                 yield self._of(block, widths, narrow=True)
+                yield ""
                 block = [0]
             block.append(at)
         yield self._of(block, widths, narrow=True)
@@ -74,7 +85,7 @@ class BlockTable(Table):
         """Of a column of numbers: that of its widest cell, and of its head, folded where `narrow`. None: as rich sees fit."""
         column = self.columns[at]
         if column.justify != "right":
-            return None
+            return self._names(console, options) if at == 0 else None
         head = Measurement.get(console, options, column.header)
         cells = [Measurement.get(console, options, cell) for cell in column.cells]
         names = _least(self._of([0], [None], narrow=narrow), console, options)
@@ -82,9 +93,16 @@ class BlockTable(Table):
         longest = [cell.minimum if narrow and self.prose else cell.maximum for cell in cells]
         return min(most, max(head.minimum if narrow else head.maximum, *longest, 1))
 
+    def _names(self, console: Console, options: ConsoleOptions) -> int | None:
+        """The width of the names of the rows where text that folds would squeeze them; None: as rich sees fit."""
+        if self.prose or all(column.justify == "right" for column in self.columns[1:]):
+            return None
+        widest = max((Measurement.get(console, options, cell).maximum for cell in self.columns[0].cells), default=0)
+        return widest if 0 < widest <= options.max_width * 3 // 8 else None
+
     def _of(self, columns: Sequence[int], widths: Sequence[int | None], *, narrow: bool) -> Table:
         """A table of some of the columns, without a caption; columns of prose share what room there is where it is `narrow`."""
-        table = Table(box=self.box, pad_edge=self.pad_edge, padding=self.padding, caption_justify="left")
+        table = Table(box=self.box, pad_edge=False, show_edge=False, padding=self.padding, caption_justify="left")
         table.expand = narrow and self.prose and len(columns) > 1
         own = [self.columns[at] for at in columns]
         for at, column in zip(columns, own, strict=True):

@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
+from aggcli.report.blocks import spaced
+
 _FRAME = '<pre style="line-height:1.25;overflow-x:auto">{code}</pre>'
 WIDTH = 100
 """Columns of a table in a notebook."""
@@ -18,7 +20,7 @@ def as_html(parts: Iterable[RenderableType]) -> str:
     console = Console(
         file=io.StringIO(), record=True, width=WIDTH, markup=False, highlight=False, emoji=False, color_system=None
     )
-    for part in parts:
+    for part in spaced(parts):
         console.print(part)
     return console.export_html(inline_styles=True, code_format=_FRAME)
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.console import ConsoleRenderable
 from rich.table import Table
-from rich.text import Text
 
+from aggcli.analysis.answer import Answer
+from aggcli.analysis.replay_answer import is_beyond_rounding, largest_between_layouts, length_bin
 from aggcli.analysis.units import LENGTH_UNITS, in_length_unit
-from aggcli.measurement.catalogue import BESIDE, OVER_TRAINED, describe, names
-from aggcli.measurement.words import plural
+from aggcli.measurement.catalogue import BESIDE, LENGTH_BINS, OVER_TRAINED, describe, names
+from aggcli.measurement.words import percent, plural, short
 from aggcli.report.blocks import BlockTable
+from aggcli.report.folding import Folding, folded
 from aggcli.rules import recorded_rule
 
 Step = Mapping[str, Any]
 _NEGLIGIBLE = 1e-12
 """A loss below this is 0 but for rounding, and is shown as 0."""
 
-_LOSS = ("pg_loss", "loss", "total_weight", "effective_tokens", "grad_norm_log_probs", "gradient_ratio", "gradient_cosine")
+_LOSS = ("pg_loss", "loss", "grad_norm_log_probs", "gradient_ratio", "total_weight")
+_DIRECTION = ("gradient_cosine", "effective_tokens", *(name for name in names(["global"]) if name.startswith("weight_share/")))
 _METRICS = tuple(name for metric in BESIDE for name in (metric, metric + OVER_TRAINED))
 _ONLY_WHEN_ANY = {
     "fully_masked_samples",
@@ -34,36 +38,81 @@ _ONLY_WHEN_ANY = {
 }
 """Rows that are only worth a line when they are not 0."""
 _LABELS = {
-    "total_weight": "total weight (sum w)",
-    "effective_tokens": "effective {unit}",
-    "grad_norm_log_probs": "grad norm, log-probs",
+    "loss": "loss with its other terms",
+    "total_weight": "total weight",
+    "effective_tokens": "effective sample size ({unit})",
+    "grad_norm_log_probs": "gradient norm",
     "gradient_ratio": "  over {baseline}'s",
-    "gradient_cosine": "  cosine to {baseline}'s",
-    **{metric + OVER_TRAINED: "  over trained only" for metric in BESIDE},
-    "weight_share/length_p25": "weight on length 0-25 %",
-    "weight_share/length_p50": "  25-50 %",
-    "weight_share/length_p75": "  50-75 %",
-    "weight_share/length_p100": "  75-100 %",
+    "gradient_cosine": "gradient cosine",
+    **{metric + OVER_TRAINED: "  over trained rollouts only" for metric in BESIDE},
     "weight_share/correct": "  correct rollouts",
-    "weight_share/incorrect": "  incorrect rollouts",
+    "weight_share/incorrect": "  wrong rollouts",
     "weight_share/positive_advantage": "  advantage > 0",
     "weight_share/negative_advantage": "  advantage < 0",
     "weight_share/zero_advantage": "  advantage = 0",
-    "weight_share/all_right_groups": "  all-right groups",
-    "weight_share/all_wrong_groups": "  all-wrong groups",
+    "weight_share/all_right_groups": "  groups without a wrong rollout",
+    "weight_share/all_wrong_groups": "  groups without a right rollout",
 }
+_OF_THE_BATCH = {
+    "samples": "training samples",
+    "rollouts": "rollouts (N)",
+    "prompts": "prompt groups (P)",
+    "tokens": "trained {unit}",
+    "response_tokens": "response {unit}",
+    "raw_reward": "reward",
+    "raw_reward_batch_std": "  standard deviation over the batch",
+    "response_length": "response length ({unit})",
+    "truncated": "truncated responses",
+    "fully_masked_samples": "fully masked samples",
+    "unscored_samples": "samples without a reward",
+    "correct/count": "correct samples",
+    "correct/response_length": "  their length ({unit})",
+    **dict.fromkeys((f"correct_length/{bin_}" for bin_ in LENGTH_BINS), ""),
+    "correct/entropy": "  their entropy (nats)",
+    "incorrect/count": "wrong samples",
+    "incorrect/response_length": "  their length ({unit})",
+    "groups": "prompt groups with a reward",
+    "zero_variance_groups": "  every advantage is 0",
+    "all_right_groups": "  every rollout correct",
+    "all_wrong_groups": "  no rollout correct",
+    "all_wrong_groups_with_advantage": "  none correct, advantages not 0",
+    "groups_generated": "prompt groups before --drop-zero-variance",
+    "groups_kept": "prompt groups left by it",
+}
+"""Numbers that no mode changes, in the order of their rows; what is not here comes after, under its own name."""
+_NOT_OF_THE_BATCH = {"gradient_ratio", "gradient_cosine", "effective_tokens", "micro_batches"}
 
 
-def replay_tables(head: Mapping[str, Any], steps: Sequence[Step], between_layouts: Sequence[str]) -> list[Table | Text]:
-    """What `run` and `compare` print: the settings in force, modes side by side, the batch, and the layouts, with what is said
-    of their differences."""
+def replay_tables(
+    head: Mapping[str, Any], steps: Sequence[Step], between_layouts: Sequence[str], answer: Answer
+) -> list[ConsoleRenderable]:
+    """What `run` and `compare` print: the answer, modes side by side, the layouts with what is said of their differences, the
+    batch, the settings in force, and what was not computed."""
     rules = [rule for rule in head["modes"] if any(rule in step["modes"] for step in steps)]
-    tables: list[Table | Text] = [_headline(head, steps), _mode_table(head, steps, rules), _batch_table(head, steps, rules[0])]
-    tables += [_layout_table(steps, rules), Text("\n".join(between_layouts) + "\n")]
+    found: list[ConsoleRenderable | None] = [
+        answer_text(answer),
+        *_mode_tables(head, steps, rules),
+        _layout_table(head, steps, rules),
+    ]
     if any("correct/count" in step["modes"][rules[0]] for step in steps if rules[0] in step["modes"]):
-        tables.append(_correct_table(steps, rules[0]))
-    reasons = _skipped(steps)
-    return [*tables, *([reasons] if reasons else [])]
+        found.append(_correct_table(head, steps, rules[0]))
+    found += [
+        _batch_table(head, steps, rules[0]),
+        lines(_settings(head, steps)),
+        lines(between_layouts),
+        lines(_skipped(steps)),
+    ]
+    return [part for part in found if part is not None]
+
+
+def answer_text(answer: Answer) -> Folding:
+    """The answer as the first paragraph of a screen, a sentence a line."""
+    return Folding(lambda width: "\n".join(folded(sentence, width) for sentence in answer.sentences))
+
+
+def lines(texts: Sequence[str]) -> Folding | None:
+    """Texts, each from the start of a line; what of one has no room on it stands below, indented. None without any."""
+    return Folding(lambda width: "\n".join(folded(text, width, "", "  ") for text in texts)) if texts else None
 
 
 def facts_table(facts: Mapping[str, Any]) -> Table:
@@ -77,7 +126,7 @@ def facts_table(facts: Mapping[str, Any]) -> Table:
 # -- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _headline(head: Mapping[str, Any], steps: Sequence[Step]) -> Text:
+def _settings(head: Mapping[str, Any], steps: Sequence[Step]) -> list[str]:
     settings = head["settings"]
     high = settings["eps_clip_high"] if settings["eps_clip_high"] is not None else settings["eps_clip"]
     parts = [
@@ -97,7 +146,8 @@ def _headline(head: Mapping[str, Any], steps: Sequence[Step]) -> Text:
         parts.append(f"kl_coef: {settings['kl_coef']:g} ({settings['kl_estimator']})")
     if settings["metric_aggregation"] == "matched":
         parts.append("metrics: by each mode's own weights")
-    return Text("\n".join(parts) + "\n")
+    parts += [f"--{name.replace('_', '-')}: on" for name in ("drop_zero_variance", "mask_truncated") if settings.get(name)]
+    return parts
 
 
 def _length_unit(head: Mapping[str, Any]) -> str:
@@ -108,24 +158,83 @@ def _one_of(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _mode_table(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[str]) -> Table:
-    table = _table(_over(steps), *rules)
-    shares = [name for name in names(["global"]) if name.startswith("weight_share/")]
-    for section in (_LOSS, shares, _METRICS):
-        rows = [name for name in section if _is_shown(steps, rules, name)]
-        for name in rows:
-            if name == "loss" and not (head["settings"]["kl_coef"] or head["settings"]["entropy_coef"]):
-                continue
-            label = _LABELS.get(name, _with_unit(name, head)).format(baseline=rules[0], unit=_length_unit(head))
-            table.add_row(label, *(_mean(steps, rule, name) for rule in rules))
-        if section is _METRICS and rows:
-            whose = [head["metric_rules"][rule] for rule in rules]
-            table.add_row("  weighted by", *(names["metrics"] for names in whose))
-            terms = [dict.fromkeys((names["kl_loss"], names["entropy_loss"])) for names in whose]
-            table.add_row("  KL and entropy by", *(" / ".join(names) for names in terms))
-        if rows:
-            table.add_section()
-    return table
+def _mode_tables(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[str]) -> list[BlockTable | None]:
+    """How large each mode's loss is, where its weight goes, and the metrics beside the loss. In each, modes whose numbers are
+    all equal in every step share a column."""
+    scale = [name for name in _LOSS if name != "loss" or head["settings"]["kl_coef"] or head["settings"]["entropy_coef"]]
+    whose = {rule: head["metric_rules"][rule] for rule in rules}
+    metrics = _of_modes("metrics", head, steps, rules, _METRICS, {rule: tuple(names.values()) for rule, names in whose.items()})
+    if metrics is not None:
+        table, columns = metrics
+        table.add_row("weighted by", *(whose[column[0]]["metrics"] for column in columns))
+        terms = [dict.fromkeys((whose[column[0]]["kl_loss"], whose[column[0]]["entropy_loss"])) for column in columns]
+        table.add_row("KL and entropy by", *(" / ".join(names) for names in terms))
+    loss = _of_modes(_over(steps), head, steps, rules, scale)
+    direction = _of_modes("where the weight goes", head, steps, rules, _DIRECTION)
+    return [made and made[0] for made in (loss, direction, metrics)]
+
+
+def _of_modes(
+    title: str,
+    head: Mapping[str, Any],
+    steps: Sequence[Step],
+    rules: Sequence[str],
+    named: Sequence[str],
+    also: Mapping[str, Any] | None = None,
+) -> tuple[BlockTable, list[list[str]]] | None:
+    """A table of these numbers and the modes of each of its columns; None without a number. `also`: what must be the same too
+    for two modes to share a column."""
+    rows = [name for name in named if _is_shown(steps, rules, name)]
+    if not rows:
+        return None
+    columns = _alike(steps, rules, rows, also or {})
+    every = len(columns) == 1 and len(rules) > 1
+    table = _table(title, *(["every mode"] if every else ["\n= ".join(column) for column in columns]))
+    is_first = True
+    for name in rows:
+        if is_first and name.startswith("weight_share/"):
+            table.add_row("share of the weight on", *("" for _ in columns))
+            is_first = False
+        text = _percent if name.startswith("weight_share/") else _text
+        label = _label(name, head).format(baseline=rules[0], unit=_length_unit(head))
+        table.add_row(label, *(_mean(steps, column[0], name, text) for column in columns))
+    return table, columns
+
+
+def _alike(steps: Sequence[Step], rules: Sequence[str], rows: Sequence[str], also: Mapping[str, Any]) -> list[list[str]]:
+    """The modes in columns: those whose numbers in these rows are equal in every step, but for rounding, in one; what depends
+    on the layout never with what does not."""
+    columns: list[list[str]] = []
+    for rule in rules:
+        kind = (also.get(rule), _depends_on_layout(rule))
+        alike = (one for one in columns if (also.get(one[0]), _depends_on_layout(one[0])) == kind)
+        mine = next((one for one in alike if _equal(steps, one[0], rule, rows)), None)
+        columns.append([rule]) if mine is None else mine.append(rule)
+    return columns
+
+
+def _depends_on_layout(name: str) -> bool:
+    rule = recorded_rule(name)
+    return rule is not None and rule.depends_on_layout
+
+
+def _equal(steps: Sequence[Step], one: str, other: str, rows: Sequence[str]) -> bool:
+    for step in steps:
+        sides = [step["modes"].get(rule) for rule in (one, other)]
+        if None in sides:
+            return False
+        for a, b in ([side.get(name) for side in sides if side is not None] for name in rows):
+            if (a is None) != (b is None) or (a is not None and abs(a - b) > _NEGLIGIBLE * max(abs(a), abs(b), 1e-300)):
+                return False
+    return True
+
+
+def _label(name: str, head: Mapping[str, Any]) -> str:
+    if name in _LABELS:
+        return _LABELS[name]
+    if name.startswith("weight_share/length_"):
+        return f"  {length_bin(name.removeprefix('weight_share/length_'), head)}"
+    return _with_unit(name, head)
 
 
 def _is_shown(steps: Sequence[Step], rules: Sequence[str], name: str) -> bool:
@@ -143,38 +252,49 @@ def _with_unit(name: str, head: Mapping[str, Any]) -> str:
 def _batch_table(head: Mapping[str, Any], steps: Sequence[Step], rule: str) -> Table:
     """Numbers that no mode changes."""
     table = _table("the batch", _over(steps))
-    skip = {"gradient_ratio", "gradient_cosine", "effective_tokens", "micro_batches"}
-    found = dict.fromkeys(name for step in steps if rule in step["modes"] for name in step["modes"][rule] if name != "layouts")
+    there = dict.fromkeys(name for step in steps if rule in step["modes"] for name in step["modes"][rule] if name != "layouts")
+    found = [*(name for name in _OF_THE_BATCH if name in there), *(name for name in there if name not in _OF_THE_BATCH)]
+    masked = head["settings"].get("mask_truncated")
     for name in found:
         metric = describe(name)
         wanted = metric.reduction in ("mean", "count", "max") or (
             metric.reduction == "global" and not name.startswith("weight_share/") and not name.endswith(OVER_TRAINED)
         )
         silent = name in _ONLY_WHEN_ANY and not any(_numbers(steps, rule, name))
-        if wanted and not silent and name not in skip:
-            unit = f" ({in_length_unit(metric.unit, _length_unit(head))})" if metric.unit in ("tokens", "nats") else ""
-            label = {"tokens": "trained {}", "response_tokens": "response {}"}.get(name, "").format(_length_unit(head))
-            table.add_row(label or name + unit, _mean(steps, rule, name))
+        if wanted and not silent and name not in _NOT_OF_THE_BATCH:
+            label = _OF_THE_BATCH.get(name, "").format(unit=_length_unit(head)) or _of_correct(name, head) or name
+            label += ", masked by --mask-truncated" if name == "truncated" and masked else ""
+            table.add_row(
+                label, _mean(steps, rule, name, _percent if metric.unit == "share" and "pass@" not in name else _text)
+            )
     return table
 
 
-def _layout_table(steps: Sequence[Step], rules: Sequence[str]) -> Table:
-    """pg_loss under each layout."""
-    table = _table("pg_loss by layout", *rules)
-    for layout in _layouts(steps, rules[0]):
-        cells = [
-            _text(
-                _mean_of([step["modes"][rule]["layouts"][layout].get("pg_loss") for step in steps if rule in step["modes"]]),
-                digits=9,
-            )
-            for rule in rules
-        ]
+def _of_correct(name: str, head: Mapping[str, Any]) -> str:
+    """The label of correct samples by length; blank for another number."""
+    bin_ = name.removeprefix("correct_length/")
+    return "" if bin_ == name else f"  of these, {length_bin(bin_, head)}"
+
+
+def _layout_table(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[str]) -> Table | None:
+    """pg_loss under each layout for the modes that a layout changes, with the largest change in a step; None without any."""
+    moved = [rule for rule in rules if is_beyond_rounding(largest_between_layouts(steps, rule), head)]
+    if not moved:
+        return None
+    several = len(steps) > 1
+    table = _table("pg_loss by layout" + (" (largest change in a step)" if several else " (change)"), *moved)
+    for layout in _layouts(steps, moved[0]):
+        cells = []
+        for rule in moved:
+            mean = _mean_of([step["modes"][rule]["layouts"][layout].get("pg_loss") for step in steps if rule in step["modes"]])
+            change = largest_between_layouts(steps, rule, layout)
+            cells.append(_text(mean) + (f" ({change.far})" if change is not None and is_beyond_rounding(change, head) else ""))
         table.add_row(layout, *cells)
     return table
 
 
-def _correct_table(steps: Sequence[Step], rule: str) -> Table:
-    """Correct samples under each layout: reduced by sum and count, and each rank's own count; means over several steps.
+def _correct_table(head: Mapping[str, Any], steps: Sequence[Step], rule: str) -> Table:
+    """Correct samples under each layout: reduced by sum and count, and each rank's own; means over several steps.
 
     A column that is blank in every layout is left out: lengths are those of a single step, and only a few.
     """
@@ -182,41 +302,47 @@ def _correct_table(steps: Sequence[Step], rule: str) -> Table:
     for layout in _layouts(steps, rule):
         found = [step["modes"][rule]["layouts"][layout] for step in steps if rule in step["modes"]]
         lengths = found[0].get("correct/lengths") if len(found) == 1 else None
+        of_ranks = [values["ranks"] for values in found]
         rows.append(
             (
                 layout,
                 _text(_mean_of([values.get("correct/count") for values in found])),
                 _text(_mean_of([values.get("correct/response_length") for values in found])),
                 " ".join(map(str, lengths)) if lengths and len(lengths) <= 6 else "",
-                _by_rank([values["ranks"] for values in found]),
+                _by_rank(of_ranks, "correct/count", " + "),
+                _by_rank(of_ranks, "correct/response_length", ", "),
             )
         )
-    heads = ("correct samples", "count", "mean length", "lengths", "count by rank")
+    heads = (
+        "correct samples",
+        "count",
+        "mean length",
+        "lengths",
+        "count by rank",
+        f"mean length by rank ({_length_unit(head)})",
+    )
     kept = [at for at in range(len(heads)) if at == 0 or any(row[at] for row in rows)]
-    table = _table(*(heads[at] for at in kept))
+    table = BlockTable([heads[at] for at in kept], numbers=("count", "mean length"))
     for row in rows:
         table.add_row(*(row[at] for at in kept))
     return table
 
 
-def _by_rank(steps: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """`17.33 + 18`: what each rank counted, which comes to the count; blank where not every step has as many ranks."""
+def _by_rank(steps: Sequence[Sequence[Mapping[str, Any]]], name: str, between: str) -> str:
+    """`17.3 + 18`: what each rank has, `-` where it has none in any step; blank where not every step has as many ranks."""
     if len({len(ranks) for ranks in steps}) != 1:
         return ""
-    return " + ".join(
-        _text(_mean_of([rank.get("correct/count") for rank in of_steps]), 4) for of_steps in zip(*steps, strict=True)
-    )
+    return between.join(_text(_mean_of([rank.get(name) for rank in of_rank])) or "-" for of_rank in zip(*steps, strict=True))
 
 
-def _skipped(steps: Sequence[Step]) -> Text | None:
+def _skipped(steps: Sequence[Step]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for step in steps:
         for metric, reason in step["skipped"].items():
             metrics = reasons.setdefault(reason, [])
             if metric not in metrics:
                 metrics.append(metric)
-    lines = [f"skipped: {', '.join(metrics)}: {reason}" for reason, metrics in reasons.items()]
-    return Text("\n".join(lines)) if lines else None
+    return [f"skipped: {', '.join(metrics)}: {reason}" for reason, metrics in reasons.items()]
 
 
 # -- cells ----------------------------------------------------------------------------------------------------------
@@ -242,10 +368,10 @@ def _numbers(steps: Sequence[Step], rule: str, name: str) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _mean(steps: Sequence[Step], rule: str, name: str) -> str:
+def _mean(steps: Sequence[Step], rule: str, name: str, shown: Callable[[float | None], str]) -> str:
     """The mean over the steps that have the number, blank where none has; says how many where some have not."""
     numbers = _numbers(steps, rule, name)
-    text = _text(_mean_of(numbers))
+    text = shown(_mean_of(numbers))
     return f"{text} (n={len(numbers)})" if 0 < len(numbers) < len(steps) else text
 
 
@@ -254,7 +380,9 @@ def _mean_of(values: Sequence[float | None]) -> float | None:
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
-def _text(value: float | None, digits: int = 6) -> str:
-    if value is None:
-        return ""
-    return f"{0.0 if abs(value) < _NEGLIGIBLE else value:.{digits}g}"
+def _text(value: float | None) -> str:
+    return "" if value is None else short(0.0 if abs(value) < _NEGLIGIBLE else value)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else percent(value)

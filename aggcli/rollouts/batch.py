@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ TOKEN_FIELDS = (
     "advantages_T",
 )
 """Optional per-token numbers; each is None where the source has none."""
+TOKENS_OF_CHUNK = 2**20
+"""Response tokens looked at together where each is looked at for itself, which bounds what the look takes in memory."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +134,27 @@ class RolloutBatch:
             output_size=self.loss_mask_T.numel(),
         )
 
+    def token_chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The response tokens, some at a time: where they are in the flat arrays, and the sample that each belongs to."""
+        ends_S = self.response_length_S.cumsum(0)
+        for chunk in chunks(self.loss_mask_T.numel()):
+            first, last = torch.searchsorted(ends_S, ends_S.new_tensor([chunk.start, chunk.stop - 1]), right=True).tolist()
+            held_S = ends_S[first : last + 1].clamp(max=chunk.stop).diff(prepend=ends_S.new_tensor([chunk.start]))
+            samples_S = torch.arange(first, last + 1, device=held_S.device)
+            yield chunk, torch.repeat_interleave(samples_S, held_S, output_size=chunk.stop - chunk.start)
+
     def mask_sum_S(self) -> Tensor:
         """Trained tokens of each sample, int64."""
-        tokens = self.loss_mask_T.numel()
-        if not tokens:
-            return torch.zeros_like(self.response_length_S)
-        counted_T = self.loss_mask_T.cumsum(0, dtype=torch.int32 if tokens < 2**31 else torch.int64)  # half the memory
+        return self.count_S(self.loss_mask_T)
+
+    def count_S(self, is_counted_T: Tensor) -> Tensor:
+        """Response tokens of each sample where `is_counted_T` is true, int64."""
         ends_S = self.response_length_S.cumsum(0)
-        counted_S = torch.where(ends_S > 0, counted_T[(ends_S - 1).clamp(min=0)], 0).long()
+        counted_S = torch.zeros_like(ends_S)
+        for chunk in chunks(is_counted_T.numel()):
+            counted_C = is_counted_T[chunk].cumsum(0, dtype=torch.int32)
+            at_S = (ends_S - (chunk.start + 1)).clamp(max=counted_C.numel() - 1)
+            counted_S += torch.where(at_S >= 0, counted_C[at_S.clamp(min=0)], 0)  # of this chunk, up to the sample's end
         return counted_S.diff(prepend=counted_S.new_zeros(1))
 
     def select(self, positions: Tensor, name: str | None = None) -> RolloutBatch:
@@ -216,9 +232,8 @@ class RolloutBatch:
 
     def _check_finite(self) -> None:
         for field, value_T in self.token_fields.items():
-            bad_T = self.loss_mask_T & ~torch.isfinite(value_T)
-            if bad_T.any():
-                token = int(bad_T.nonzero()[0])
+            token = first_where(value_T.numel(), lambda part, of=value_T: self.loss_mask_T[part] & ~torch.isfinite(of[part]))
+            if token is not None:
                 raise RolloutError(
                     f"{self.token_name(token)}: {field.removesuffix('_T')} is"
                     f" {float(value_T[token])} where loss_mask is 1; mask the token out or drop the sample"
@@ -241,6 +256,42 @@ class RolloutBatch:
                     f"{self.name}: samples {some(siblings)} share rollout_id {label} but differ in {field};"
                     " siblings must agree, and rollout_id must be unique in the step"
                 )
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """A number a sample, `value_S`, at the sample's response tokens where `mask_T` is 1 (without a mask, at each), and 0 at the
+    others: a flat [T] array that is made where it is asked for, whole or in part, and not kept."""
+
+    value_S: Tensor
+    response_length_S: Tensor
+    mask_T: Tensor | None
+
+    def whole(self) -> Tensor:
+        """The array, [T]."""
+        if self.mask_T is None:
+            return torch.repeat_interleave(self.value_S, self.response_length_S)
+        length_S = torch.nn.functional.pad(self.response_length_S.int(), (1, 0))  # slot 0, of no tokens, is for the masked-out
+        slot_T = torch.repeat_interleave(length_S, output_size=self.mask_T.numel()).mul_(self.mask_T)
+        return torch.nn.functional.pad(self.value_S, (1, 0)).index_select(0, slot_T)
+
+    def at(self, token_N: Tensor, sample_N: Tensor) -> Tensor:
+        """The array at these flat positions of tokens, of these samples, [N]."""
+        value_N = self.value_S[sample_N]
+        return value_N if self.mask_T is None else torch.where(self.mask_T[token_N], value_N, 0.0)
+
+
+def chunks(tokens: int) -> Iterator[slice]:
+    """So many flat positions, some at a time."""
+    return (slice(start, min(start + TOKENS_OF_CHUNK, tokens)) for start in range(0, tokens, TOKENS_OF_CHUNK))
+
+
+def first_where(tokens: int, found: Callable[[slice], Tensor]) -> int | None:
+    """The first flat position at which `found`, asked for some positions at a time, is true; None where it is nowhere."""
+    for chunk in chunks(tokens):
+        if (found_C := found(chunk)).any():
+            return chunk.start + int(found_C.nonzero()[0])
+    return None
 
 
 def ragged_positions(length_S: Tensor, chosen: Tensor) -> Tensor:

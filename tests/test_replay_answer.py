@@ -1,0 +1,248 @@
+"""The sentences above a replay: scale apart from direction, then the layouts; and the screen under them at 80 columns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from aggcli.analysis.replay_answer import recorded_replay, replay_answer
+from tests.cli import Result, replay, strict_json, write_jsonl
+from tests.fixtures import fx_a, sample
+
+MICRO = "dp1:contiguous,dp1:contiguous:mb2"
+
+
+@pytest.fixture(autouse=True)
+def _80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def answered(told: Result) -> list[str]:
+    """The sentences of a `--json`; the records give the same ones."""
+    assert told.code in (0, 1), told.err
+    sentences = strict_json(told.out)["answer"]
+    assert list(replay_answer(*recorded_replay([told.output])).sentences) == sentences
+    assert len(sentences) <= 3
+    return sentences
+
+
+def test_scale_is_told_apart_from_direction(capsys, tmp_path: Path) -> None:
+    """FX-A: the squared norms are as 1 + 1/3 + 1/4 + 1/8 = 41/24 under sample_mean and 4/4^2 + 12/12^2 = 1/3 under prompt_mean:
+    sqrt(8/41) = 0.4417 = 2/4 of P/N times 0.8835. The 8 of 12 tokens above 6 get 8/12 of one half, not a quarter."""
+    said = answered(replay(capsys, tmp_path, fx_a(), "--modes", "sample_mean,prompt_mean", "--json"))
+    assert said[0] == (
+        "prompt_mean: gradient norm 0.442x sample_mean's: 0.5x is its total weight (0.5 against 1: P/N by definition, 2 prompts"
+        " over 4 rollouts; --prompt-mean-scale prompts makes it 1) and the other 0.883x comes from where the weight goes"
+        " (cosine 0.883); responses of more than 6 tokens get 33.3 % of the weight instead of 25 %."
+    )
+
+
+def test_the_mode_that_differs_most_comes_first_and_the_others_in_short(capsys, tmp_path: Path) -> None:
+    """Under token_mean the norm is sqrt(24/41) = 0.7651 of sample_mean's, and so is the cosine; constant is 16/40 of that."""
+    told = replay(capsys, tmp_path, fx_a(), "--loss-aggregation-divisor", 10, "--json")
+    said = answered(told)
+    assert said[0].startswith(
+        "constant: gradient norm 0.306x sample_mean's: 0.4x is its total weight (0.4 against 1: trained tokens over N x L by"
+        " definition; --loss-aggregation-divisor sets L, here 10 tokens) and the other 0.765x comes from where the weight goes"
+        " (cosine 0.765); responses of more than 6 tokens get 50 % of the weight instead of 25 %"
+    )
+    assert said[1] == (
+        "The others: prompt_mean 0.442x (total weight 0.5x, cosine 0.883), token_mean 0.765x (total weight 1x, cosine 0.765)."
+    )
+
+
+def test_the_strict_mean_over_prompts_leaves_direction_alone(capsys, tmp_path: Path) -> None:
+    flags = ("--modes", "sample_mean,prompt_mean", "--prompt-mean-scale", "prompts", "--json")
+    said = answered(replay(capsys, tmp_path, fx_a(), *flags))
+    assert said[0].startswith(
+        "prompt_mean: gradient norm 0.883x sample_mean's: its total weight is the same, so this comes from where the weight"
+        " goes (cosine 0.883)"
+    )
+
+
+def test_steps_of_different_scale_are_not_multiplied(capsys, tmp_path: Path) -> None:
+    """Step 0 is FX-A, 2 prompts over 4; step 1 one prompt of its 4 rollouts: P/N is 1/2 and 1/4, 3/8 in the mean. In step 1 the
+    pooled 16 tokens are token_mean's, whose norm at equal total weight is 0.7651; the mean with 0.8835 is 0.8243."""
+    one = [{**line, "group_index": 0} for line in fx_a()]
+    files = [write_jsonl(tmp_path / f"{at}.jsonl", lines) for at, lines in enumerate((fx_a(), one))]
+    told = replay(capsys, tmp_path, tmp_path, "--modes", "sample_mean,prompt_mean", "--json")
+    assert len(files) == 2
+    said = answered(told)
+    assert said[0].startswith("prompt_mean: gradient norm 0.316x sample_mean's (0.191x to 0.442x) (mean of 2 steps): ")
+    assert "its total weight is 0.375x (0.375 against 1: P/N by definition, prompts over rollouts;" in said[0]
+    assert "at equal total weight the norm would be 0.824x (cosine 0.824)" in said[0]
+    assert "the other" not in said[0]
+
+
+def test_where_the_modes_agree_it_says_so_and_why(capsys, tmp_path: Path) -> None:
+    """Four responses of 3 tokens: every token has the weight 1/12, and constant's 1/(4*6) is half of it."""
+    lines = [sample(3, group_index=at // 2, reward=at % 2) for at in range(4)]
+    said = answered(replay(capsys, tmp_path, lines, "--modes", "sample_mean,token_mean", "--json"))
+    assert said[0] == (
+        "No difference between the modes here: token_mean has the same gradient, total weight and shares of the weight as"
+        " sample_mean, because every trained token weighs the same under each of them."
+    )
+    flags = ("--modes", "sample_mean,constant,token_mean", "--loss-aggregation-divisor", 6, "--json")
+    said = answered(replay(capsys, tmp_path, lines, *flags))
+    assert said[0] == (
+        "constant: gradient norm 0.5x sample_mean's: all of it is its total weight (0.5 against 1: trained tokens over N x L by"
+        " definition; --loss-aggregation-divisor sets L, here 6 tokens), and the direction is the same (cosine 1)."
+    )
+    assert said[1].startswith("token_mean has the same gradient")
+
+
+def test_one_rollout_a_prompt_makes_prompt_mean_the_sample_mean(capsys, tmp_path: Path) -> None:
+    lines = [sample(n, group_index=n, advantage=(-1) ** n) for n in (1, 2, 5)]
+    said = answered(replay(capsys, tmp_path, lines, "--modes", "sample_mean,prompt_mean", "--json"))
+    assert said[0].endswith("as sample_mean, because every prompt has one rollout.")
+
+
+def test_a_batch_without_a_signal_is_said_to_have_none(capsys, tmp_path: Path) -> None:
+    lines = [sample(n, group_index=n // 3, reward=1) for n in range(1, 5)]
+    said = answered(replay(capsys, tmp_path, lines, "--modes", "sample_mean,token_mean", "--json"))
+    assert said[0] == (
+        "The gradient is 0 under sample_mean and token_mean (every advantage is 0 in all 2 prompt groups: rewards are equal, or"
+        " it has one rollout): no mode does anything to this batch."
+    )
+
+
+def test_without_rewards_only_the_weights_are_compared(capsys, tmp_path: Path) -> None:
+    lines = [sample(n, group_index=0) for n in (1, 3, 4, 8)]
+    said = answered(replay(capsys, tmp_path, lines, "--modes", "sample_mean,token_mean", "--json"))
+    assert said[0] == (
+        "token_mean, without a gradient to compare: its total weight is 1x sample_mean's (1 against 1); responses of more than"
+        " 6 tokens get 50 % of the weight instead of 25 %."
+    )
+    assert (
+        said[1]
+        == "There is no pg_loss to compare the layouts by (dp1:first-fit, dp2:interleaved, dp2:contiguous, dp4:balanced)."
+    )
+
+
+def test_a_kl_term_has_weights_of_its_own_so_the_norm_is_not_split(capsys, tmp_path: Path) -> None:
+    flags = ("--modes", "sample_mean,prompt_mean", "--kl-coef", 0.1, "--json")
+    (first, *_) = answered(replay(capsys, tmp_path, fx_a(), *flags))
+    assert "of the loss with its KL and entropy terms" in first
+    assert "comes from" not in first
+    assert "total weight 0.5x" in first
+
+
+def test_one_mode_is_said_to_stand_alone(capsys, tmp_path: Path) -> None:
+    """The norm under sample_mean is 0.5/4 * sqrt(41/24) = 0.1634."""
+    said = answered(replay(capsys, tmp_path, fx_a(), "--json", command="run"))
+    assert said[0] == (
+        "sample_mean alone: pg_loss 0, gradient norm 0.163, total weight 1, responses of more than 6 tokens get 25 % of the"
+        " weight; `aggcli compare` sets it beside other modes."
+    )
+
+
+def test_lengths_in_characters_are_not_called_tokens(capsys, tmp_path: Path) -> None:
+    prompt, right, wrong = "1+1", "two", "it is eleven"
+    rows = [{"input": prompt, "output": text, "score": score, "step": 1} for text, score in ((right, 1.0), (wrong, 0.0))]
+    folder = tmp_path / "verl"
+    folder.mkdir()
+    write_jsonl(folder / "1.jsonl", rows)
+    said = answered(replay(capsys, tmp_path, folder, "--modes", "sample_mean,token_mean", "--json"))
+    assert "responses of more than 9 characters get 80 % of the weight instead of 50 %" in said[0]
+    assert "tokens" not in said[0]
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_that_depends_on_the_layout_is_named_with_what_the_layout_makes_of_it(capsys, tmp_path: Path) -> None:
+    """FX-A: over all 16 tokens the loss is 3/16 = 0.1875. In micro-batches of two, of 4 and 12 tokens: (2/8 + 4/24) / 2 =
+    0.2083, 11.1 % more."""
+    flags = ("--modes", "sample_mean,trl:bnpo", "--layouts", MICRO, "--json")
+    said = answered(replay(capsys, tmp_path, fx_a(), *flags))
+    assert said[-1].startswith(
+        f"Under trl:bnpo the loss depends on the layout: of the layouts evaluated ({MICRO.replace(',', ', ')})"
+        " dp1:contiguous:mb2 gives a pg_loss of 0.2083 instead of 0.1875 under dp1:contiguous (11.1 %); under sample_mean none"
+        " changes it ("
+    )
+    assert "under dp1:contiguous)" in said[0]
+
+
+def test_layouts_that_change_nothing_are_named_and_so_is_a_single_one(capsys, tmp_path: Path) -> None:
+    said = answered(replay(capsys, tmp_path, fx_a(), "--layouts", "dp1,dp2:contiguous", "--json"))
+    assert said[-1].startswith(
+        "None of the layouts evaluated (dp1, dp2:contiguous) changes the loss under any of these modes ("
+    )
+    assert said[-1].endswith((", as rounding in float64 is).", "(equal to the last bit)."))
+    said = answered(replay(capsys, tmp_path, fx_a(), "--layouts", "dp2", "--json"))
+    assert said[-1] == "Only the layout dp2 was evaluated, so nothing is said of others (--layouts names them)."
+
+
+def test_a_layout_that_changes_what_none_may_change_is_called_a_fault() -> None:
+    """Records of a fault: 0.25 under one layout and 0.5 under another, of absolute terms of 1."""
+
+    def of(loss: float) -> dict:
+        return {"pg_loss": loss, "sizes": {"pg_loss": 1.0}}
+
+    values = {
+        "tokens": 4,
+        "total_weight": 1.0,
+        "pg_loss": 0.25,
+        "grad_norm_log_probs": 1.0,
+        "layouts": {"dp1": of(0.25), "dp2": of(0.5)},
+    }
+    head = {"modes": ["sample_mean"], "settings": {"dtype": None}, "length_unit": "tokens", "max_response_length": 4}
+    said = replay_answer(head, [{"step": 7, "modes": {"sample_mean": values}, "layout_deviation": 0.25}]).sentences
+    assert said[-1] == (
+        "Under sample_mean the loss depends on the layout (a fault: none may under sample_mean): of the layouts evaluated (dp1,"
+        " dp2) dp2 gives a pg_loss of 0.5 instead of 0.25 under dp1 (100 %)."
+    )
+
+
+# -- the screen -------------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_stands_first_and_the_notes_and_settings_last(capsys, tmp_path: Path) -> None:
+    told = replay(capsys, tmp_path, fx_a(), "--modes", "sample_mean,token_mean")
+    lines = told.out.splitlines()
+    assert lines[0].startswith("token_mean: gradient norm 0.765x sample_mean's: ")
+    heads = [at for at, line in enumerate(lines) if line.startswith(("step 0", "where the weight goes", "mode: "))]
+    assert heads == sorted(heads)
+    assert len(heads) == 3
+    assert max(map(len, lines)) <= 80
+
+
+def test_modes_whose_numbers_are_all_equal_share_a_column(capsys, tmp_path: Path) -> None:
+    """token_mean and constant weigh tokens alike but for a factor: one column where the weight goes, two where the loss is; a
+    rule that depends on the layout keeps its own."""
+    flags = ("--modes", "sample_mean,token_mean,constant,trl:bnpo", "--loss-aggregation-divisor", 10, "--layouts", "dp1")
+    text = replay(capsys, tmp_path, fx_a(), *flags).out
+    scale, direction = text.split("\n\n")[1:3]
+    assert "= constant" not in scale
+    assert "= constant" in direction
+    assert "= trl:bnpo" not in text
+    row = next(line for line in direction.splitlines() if line.startswith("gradient cosine"))
+    assert row.split()[2:] == ["1", "0.765", "0.765"]
+
+
+def test_a_note_that_differs_from_step_to_step_in_numbers_alone_is_said_once(capsys, tmp_path: Path) -> None:
+    for step, silent in enumerate((1, 2)):
+        lines = [sample(2, group_index=group, reward=float(group >= silent and at)) for group in range(3) for at in range(2)]
+        write_jsonl(tmp_path / f"{step}.jsonl", lines)
+    told = replay(capsys, tmp_path, tmp_path)
+    (said,) = [line for line in told.err.splitlines() if "zero-variance" in line]
+    assert said == ("note: zero-variance groups 1/3: every advantage in them is 0 (step 0; other steps have other numbers)")
+    assert told.out
+
+
+def test_dynamic_sampling_and_masked_truncation_leave_a_line_in_the_table(capsys, tmp_path: Path) -> None:
+    """Of three groups one has equal rewards; of the four samples left one is truncated: a quarter."""
+    rewards = ((0, 0), (0, 1), (1, 0))
+    lines = [
+        sample(2, group_index=group, reward=reward, status="truncated" if (group, at) == (2, 0) else "completed")
+        for group, pair in enumerate(rewards)
+        for at, reward in enumerate(pair)
+    ]
+    told = replay(capsys, tmp_path, lines, "--drop-zero-variance", "--mask-truncated")
+    rows = [re.sub(r"\s{2,}", "|", line.strip()) for line in told.out.splitlines()]
+    assert "prompt groups before --drop-zero-variance|3" in rows
+    assert "prompt groups left by it|2" in rows
+    assert "truncated responses, masked by --mask-truncated|25 %" in rows
+    assert "fully masked samples|1" in rows
