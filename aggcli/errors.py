@@ -59,7 +59,7 @@ class CheckFailed(AggcliError):
 
 # -- what ends a command -------------------------------------------------------------------------------------------------
 
-FAULT = "this is a fault of aggcli"
+FAULT = "this is a bug in aggcli"
 """Stands in the line of an exception that nobody foresaw, and in no other."""
 DEBUG = "AGGCLI_DEBUG"
 """Set where tracebacks are wanted: by --debug, for this process and those that it starts."""
@@ -84,7 +84,7 @@ def told(error: BaseException) -> tuple[int, str]:
         return int(error.exit_code), str(error)
     while_ = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
     if _is_memory(error):
-        advice = "split the files, or ask for fewer rollouts, runs or ranks"
+        advice = "split the files, or use fewer rollouts, runs or ranks"
         return int(ExitCode.USER_INPUT), f"not enough memory{while_}: {_first_line(error)}; {advice}"
     if isinstance(error, OSError):
         return int(ExitCode.USER_INPUT), f"{error.filename or 'output'}: {error.strerror or error}"

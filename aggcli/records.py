@@ -114,7 +114,9 @@ def refuse_links(paths: Iterable[Path]) -> None:
     """
     for path in paths:
         if path.is_symlink():
-            raise RecordError(f"{path}: is a link, and records are never written through one; replace it by what it stands for")
+            raise RecordError(
+                f"{path}: is a link, and records are never written through one; replace it by the file that it points to"
+            )
 
 
 # -- reading --------------------------------------------------------------------------------------------------------

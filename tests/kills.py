@@ -354,7 +354,7 @@ def kill_one(place: Place, kind_name: str, whole: tuple[Place, float], draw: ran
         place.end_all(process.pid)
         code = process.wait()
     said = place.said.read_text(errors="replace")
-    if "Traceback" in said or "fault of aggcli" in said or code == 1:
+    if "Traceback" in said or "bug in aggcli" in said or code == 1:
         found.append(f"exit {code}: {said[-400:]}")
     found += faults_of(place, kind, SIGNALS[signal_name], process.pid)
     found += faults_afterwards(place, kind, undone)

@@ -77,7 +77,7 @@ def test_too_little_memory_is_one_line_and_exit_code_2_however_a_library_says_it
     code, line = told(_out_of_memory()[number])
     assert code == 2
     assert line.startswith("not enough memory: ")
-    assert line.endswith("split the files, or ask for fewer rollouts, runs or ranks")
+    assert line.endswith("split the files, or use fewer rollouts, runs or ranks")
     assert FAULT not in line
 
 

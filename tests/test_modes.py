@@ -45,7 +45,7 @@ def test_the_rules_that_the_reference_calls_varying_are_those_that_the_audit_fin
         ("ms-swift:dapo", ["varies with the layout: a loss that is already normalised"]),
         (
             "verl:seq-mean-token-sum-norm",
-            ["counts samples, not rollouts", "divides by the padded width, unless told otherwise"],
+            ["counts samples, not rollouts", "divides by the padded width by default"],
         ),
         ("verl-legacy:seq-mean-token-sum-norm", ["no mean over rollouts", "divides by the padded width", "varies with"]),
         ("roll:token-mean", ["the mask is not applied to the numerator"]),

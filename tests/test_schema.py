@@ -16,6 +16,7 @@ from aggcli.analysis.schema import FILES
 from aggcli.analysis.schema_formats import json_schema
 from aggcli.config import FIELDS
 from aggcli.measurement.catalogue import METRICS
+from aggcli.rollouts import known
 from tests.cli import aggcli, refused, results_of, strict_json
 
 TRAINING = ("--steps", 1, "--rollout-batch-size", 2, "--n-samples-per-prompt", 4, "--device", "cpu", "--log-correct-samples")
@@ -134,3 +135,35 @@ def test_json_is_the_schema_and_another_format_is_refused(capsys: pytest.Capture
     assert "--format jsn: must be md or json; did you mean 'json'?" in refused(
         aggcli(capsys, "runs", "schema", "--format", "jsn")
     )
+
+
+# -- the plain format of rollouts -----------------------------------------------------------------------------------------
+
+
+def test_the_plain_formats_schema_has_every_field_that_is_read_and_what_is_written_fits_it(tmp_path: Path, capsys) -> None:
+    schema = strict_json(aggcli(capsys, "convert", "--schema", "--format", "json").out)
+    validator = Draft202012Validator(schema)
+    Draft202012Validator.check_schema(schema)
+    assert set(schema["properties"]) == set(known.FIELDS)
+    assert aggcli(capsys, "convert", "example", tmp_path / "plain").code == 0
+    lines = [strict_json(line) for path in sorted((tmp_path / "plain").iterdir()) for line in path.read_text().splitlines()]
+    assert len(lines) == 3 * 64
+    for line in lines:
+        assert [error.message for error in validator.iter_errors(line)] == []
+    written = set().union(*lines)
+    assert {"log_probs", "rollout_log_probs", "ref_log_probs", "advantage", "group_index", "tokens"} <= written
+    for wrong in (
+        {},
+        {"response_length": -1},
+        {"response_length": 1, "loss_mask": [2]},
+        {"response_length": 1, "log_probs": "x"},
+    ):
+        assert not validator.is_valid(wrong)
+    table = aggcli(capsys, "convert", "--schema").out
+    assert all(f"| `{name}` |" in table for name in known.FIELDS)
+
+
+def test_schema_and_conversion_are_asked_for_apart(capsys) -> None:
+    assert "give IN and OUT" in refused(aggcli(capsys, "convert"))
+    assert "is how --schema prints" in refused(aggcli(capsys, "convert", "a", "b", "--format", "json"))
+    assert "--format yaml: must be md or json" in refused(aggcli(capsys, "convert", "--schema", "--format", "yaml"))

@@ -166,9 +166,7 @@ def test_lengths_in_different_units_are_not_put_side_by_side(tmp_path: Path, cap
     runs = [replayed(tmp_path / "a", "chars"), replayed(tmp_path / "b", "tokens", "token_mean")]
     for command in (("compare",), ("plot", "--html", "--output", tmp_path / "figures")):
         said = refused(aggcli(capsys, *command, *runs))
-        assert (
-            f"lengths are in different units and cannot stand side by side (characters: {runs[0]}; tokens: {runs[1]})" in said
-        )
+        assert f"lengths are in different units and cannot be compared (characters: {runs[0]}; tokens: {runs[1]})" in said
 
 
 # -- warnings and collapsed runs --------------------------------------------------------------------------------------

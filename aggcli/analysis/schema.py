@@ -121,7 +121,7 @@ _STEP = (
     Field(
         "skipped",
         {"type": "object", "additionalProperties": TEXT},
-        "replay: metric (correct/* and pass@k stand for several) -> what it would need",
+        "replay: metric (correct/* and pass@k are several) -> what it would need",
         "the step",
     ),
     Field("notes", list_of(TEXT), "replay: what looks like a fault but is none, in sentences", "the step"),

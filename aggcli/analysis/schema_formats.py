@@ -19,11 +19,12 @@ def json_schema() -> dict[str, Any]:
         "title": f"aggcli results, schema {SCHEMA}",
         "description": SHARED,
         "anyOf": [{"$ref": f"#/$defs/{name}"} for name in FILES],
-        "$defs": {name: {"description": about, **_object(fields)} for name, (about, fields) in FILES.items()},
+        "$defs": {name: {"description": about, **object_schema(fields)} for name, (about, fields) in FILES.items()},
     }
 
 
-def _object(fields: Sequence[Field]) -> dict[str, Any]:
+def object_schema(fields: Sequence[Field]) -> dict[str, Any]:
+    """The JSON Schema of an object with these fields and no other."""
     many = {field.pattern: _described(field) for field in fields if field.pattern is not None}
     return {
         "type": "object",
@@ -39,9 +40,9 @@ def _described(field: Field) -> dict[str, Any]:
     notes = {"description": field.about, "x-unit": field.unit, "x-over": field.over}
     kind = field.schema
     if field.fields and "items" in kind:
-        kind = list_of(_object(field.fields))
+        kind = list_of(object_schema(field.fields))
     elif field.fields:
-        kind = {**_object(field.fields), **kind}
+        kind = {**object_schema(field.fields), **kind}
     return {**{name: note for name, note in notes.items() if note}, **kind}
 
 
@@ -52,26 +53,27 @@ def markdown() -> str:
     """The schema as one Markdown table a file; the fields of an object stand below it, with its name before a dot."""
     parts = [f"# Results on disk, schema {SCHEMA}\n\n{SHARED}\n"]
     for name, (about, fields) in FILES.items():
-        rows = "\n".join(_rows(fields, ""))
+        rows = "\n".join(field_rows(fields))
         parts.append(f"## `{name}`\n\n{about}\n\n| field | type | unit | over | meaning |\n|---|---|---|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 
-def _rows(fields: Sequence[Field], before: str) -> Iterator[str]:
+def field_rows(fields: Sequence[Field], before: str = "") -> Iterator[str]:
+    """Rows of a Markdown table of fields: name, type, unit, over what, meaning; those of an object below it."""
     for field in fields:
         cells = (_type_of(field.schema), field.unit, field.over, field.about)
         yield f"| `{before}{field.name}` | {' | '.join(map(_escaped, cells))} |"
-        yield from _rows(field.fields, f"{before}{field.name}.")
+        yield from field_rows(field.fields, f"{before}{field.name}.")
 
 
 def _type_of(schema: Schema) -> str:
     if "enum" in schema:
-        return " or ".join(map(str, schema["enum"]))
+        return " or ".join("null" if value is None else str(value).lower() for value in schema["enum"])
     if "const" in schema:
         return str(schema["const"])
     kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    if kinds == ["array"]:
-        return f"list of {_type_of(schema['items'])}s"
+    if "items" in schema:
+        kinds = [f"list of ({_type_of(schema['items'])})" if kind == "array" else kind for kind in kinds]
     return " or ".join(kinds)
 
 

@@ -32,5 +32,5 @@ def one_length_unit(units: Mapping[object, str]) -> str:
         runs.setdefault(unit, []).append(run)
     if len(runs) > 1:
         told = "; ".join(f"{unit}: {some(own, 3)}" for unit, own in runs.items())
-        raise RecordError(f"lengths are in different units and cannot stand side by side ({told}); give those of one unit")
+        raise RecordError(f"lengths are in different units and cannot be compared ({told}); give those of one unit")
     return next(iter(runs), "tokens")

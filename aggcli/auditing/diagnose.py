@@ -120,7 +120,7 @@ def _order(rule: ReducerRule, step: RolloutBatch, base_S: Tensor) -> Finding | N
     for order in ([3, 2, 1, 0], [2, 0, 3, 1]):
         ratio_S = _ratios(base_S, _of_samples(step, _probe(rule, step, [[order]]).weight_T))
         if ratio_S is not None:
-            return Finding("depends on the order", f"samples dealt as {order} weigh {_numbers(ratio_S)} times as much")
+            return Finding("depends on the order", f"samples in the order {order} weigh {_numbers(ratio_S)} times as much")
     return None
 
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 @with_settings(without=[name for name in FIELDS if name not in SOURCE_SETTINGS or name == "rollouts"])
 def convert(
     given: dict[str, Any],
-    rollouts: Annotated[str, typer.Argument(metavar="IN", help="File, folder or glob; example or synthetic.")],
+    rollouts: Annotated[str | None, typer.Argument(metavar="IN", help="File, folder or glob; example or synthetic.")] = None,
     out: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="OUT",
             help="File (.jsonl, .parquet, .pt) or folder. A file for one step; a folder for several, one file a step.",
         ),
-    ],
+    ] = None,
     to: Annotated[
         str | None,
         typer.Option(
@@ -38,11 +38,28 @@ def convert(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the fields of the plain format, and stop.")] = False,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="md|json",
+            help="With --schema: Markdown (default) or JSON Schema.",
+            autocompletion=offered(("md", "json")),
+        ),
+    ] = None,
 ) -> None:
-    """Write rollouts in our own format: JSONL or Parquet, one sample a line or row, every number kept to the last bit.
+    """Write rollouts in the plain format: JSONL or Parquet, one sample a line or row, every number kept to the last bit.
 
     Texts are not kept; lengths counted from them are, with their unit. slime's dumps (--to slime) hold less, as noted.
     """
+    if schema:
+        _print_schema(format or "md")
+        return
+    if format is not None:
+        raise SettingError(f"--format {format}: is how --schema prints; --to names the format that is written")
+    if rollouts is None or out is None:
+        raise SettingError("convert: give IN and OUT, as in aggcli convert dumps/ plain/")
     settings = settings_from({**given, "rollouts": [rollouts]})
     from aggcli.rollouts.sources import open_source
 
@@ -51,6 +68,15 @@ def convert(
     if is_file and len(source) != 1:
         raise SettingError(f"{rollouts} holds {len(source)} steps, and {out} is one file: give a folder, one file a step")
     _write(source, out, target, is_file, overwrite)
+
+
+def _print_schema(format: str) -> None:
+    from aggcli.analysis import rollout_schema
+    from aggcli.records import to_json
+
+    if format not in ("md", "json"):
+        raise SettingError(f"--format {format}: must be md or json{nearest(format, ('md', 'json'))}")
+    print(to_json(rollout_schema.json_schema(), indent=2) if format == "json" else rollout_schema.markdown().rstrip())
 
 
 def _target(to: str | None, out: Path) -> tuple[Target, bool]:

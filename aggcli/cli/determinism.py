@@ -29,7 +29,7 @@ def run_twice(arguments: Sequence[str], output: Path | None, resume: bool, rollo
     cannot be run twice.
     """
     if resume:
-        raise SettingError(f"{FLAG} runs twice from the start, so it cannot go on with --resume: leave one of the two out")
+        raise SettingError(f"{FLAG} runs twice from the start, which --resume does not: leave one of the two out")
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         raise SettingError(f"{FLAG} starts the ranks itself: give --dp and --cp instead of a launcher")
     if pipes := [path for path in rollouts if Path(path).is_fifo() or path.startswith("/dev/")]:

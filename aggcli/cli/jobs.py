@@ -119,7 +119,7 @@ def _print(result: ReplayResult | TrainingResult, json: bool) -> None:
 def refuse_resume(resume: bool) -> None:
     """A replay has nothing to go on with: it is over in seconds and is simply run again."""
     if resume:
-        raise SettingError("--resume goes on with training; a replay is run again (--overwrite replaces its records)")
+        raise SettingError("--resume continues training; run a replay again instead (--overwrite replaces its records)")
 
 
 def print_dry_run(config: RunConfig) -> int:

@@ -101,9 +101,9 @@ SCREENS: dict[str, Screen] = {
         "Rollouts of any format as plain JSONL or Parquet, or slime's dumps",
         {
             "Rollouts": ("rollouts", "out", "rollout_format", "group_size", "reward_key", "tokenizer", "unsafe_load"),
-            "Output": ("to", "overwrite"),
+            "Output": ("to", "overwrite", "schema", "format"),
         },
-        ("aggcli convert dumps/ plain/", "aggcli convert 7.pt 7.parquet"),
+        ("aggcli convert dumps/ plain/", "aggcli convert --schema"),
     ),
     "modes": Screen(
         "Formula, papers, traps, and each framework's name of a mode",

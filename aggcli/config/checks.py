@@ -37,7 +37,7 @@ def check(config: RunConfig) -> None:
     if config.source.length_unit is not None and config.source.tokenizer is not None:
         raise SettingError("--length-unit and --tokenizer are two ways to count lengths; give one")
     if config.source.drop_zero_variance and not config.source.rollouts:
-        raise SettingError("--drop-zero-variance is for recorded rollouts; --dynamic-sampling is what training on --task has")
+        raise SettingError("--drop-zero-variance is for recorded rollouts; use --dynamic-sampling to train on --task")
     reward_weights(config.source.reward_weights)
     _need("seed", config.seed, config.seed >= 0, "at least 0")
     _need("correct_threshold", config.correct_threshold, math.isfinite(config.correct_threshold), "a finite number")

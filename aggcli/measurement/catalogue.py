@@ -186,7 +186,7 @@ METRICS = {
             "prompt groups",
             "the rollout batch",
             "global",
-            "groups in which no scored rollout is correct and advantages are not all 0: wrong answers told apart",
+            "groups in which no scored rollout is correct and advantages are not all 0: wrong answers differ in advantage",
         ),
         Metric("groups_generated", "prompt groups", "the rollout step", "global", "prompt groups sampled, refills included"),
         Metric("groups_kept", "prompt groups", "the rollout step", "global", "prompt groups trained on"),

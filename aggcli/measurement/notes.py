@@ -114,7 +114,7 @@ def _on_groups(inputs: StepInputs, values: Values) -> list[str]:
     if told_apart and groups:
         notes.append(
             f"warning: groups without a right answer whose advantages are not 0: {told_apart:g} of {groups:g}; wrong answers"
-            " are told apart (by a length penalty or a graded reward), and the policy is trained on them"
+            " differ in advantage (by a length penalty or a graded reward), and the policy is trained on the difference"
         )
     if not groups or not flat or advantages_T is None or not values["tokens"]:
         return notes

@@ -108,7 +108,7 @@ _OPEN_INSTRUCT = (
         "sum_t l_t / D",
         (By("divisor"),),
         divisor_is="loss_denominator",
-        traps=("D stands for the token count of the whole group: no division by N, so it is not Dr.GRPO",),
+        traps=("D is the token count of the whole group: no division by N, so it is not Dr.GRPO",),
     ),
 )
 _TORCHFORGE = (

@@ -37,7 +37,7 @@ def differences(rule: Rule) -> list[str]:
     if "rollouts" in ours and not theirs & {"samples", "rollouts"} and "divisor" in ours:
         found.append("no mean over rollouts")
     if "divisor" in ours and "divisor" not in theirs:
-        found.append("divides by the padded width, unless told otherwise" if "padded width" in theirs else "L is 1")
+        found.append("divides by the padded width by default" if "padded width" in theirs else "L is 1")
     if "prompts" in theirs and "prompts" not in ours:
         found.append("strict mean over prompts: --prompt-mean-scale prompts")
     for count in rule.divides_by:
@@ -58,7 +58,7 @@ def differences(rule: Rule) -> list[str]:
     if varies(rule):
         found.append(f"varies with the layout: {rule.why_it_varies()}")
     elif rule.layouts != "any":
-        found.append(f"exact for {rule.layouts} only, which is all it deals")
+        found.append(f"exact for {rule.layouts} only, the only ones its framework makes")
     return list(dict.fromkeys(found))
 
 
