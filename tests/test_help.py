@@ -11,7 +11,7 @@ import typer.main
 from aggcli.cli.commands import command
 from aggcli.cli.main import app
 from aggcli.cli.screens import PANELS, SCREENS
-from tests.cli import aggcli
+from tests.cli import aggcli, completed, environment
 
 COMMANDS = ("", *SCREENS)
 WITH_MORE = [name for name, screen in SCREENS.items() if screen.front]
@@ -115,3 +115,34 @@ def test_the_shell_completes_commands_and_values(capsys, monkeypatch, begun: str
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
     told = aggcli(capsys)
     assert (told.out.split(), told.err) == (offered, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["run", "--loss-aggregation", "verl", ":", "token-s"], ["token-sum"]),
+        (["run", "--loss-aggregation", "tinker-", ":"], []),
+        (["modes", "--map", "delta-l", ":"], ["repo"]),
+        (["run", "--recipe", "=", "da"], ["dapo"]),
+        (["run", "--loss-aggregation", "=", "verl", ":", "token-s"], ["token-sum"]),
+        (["replay", "--layouts", "dp2", ":", "ba"], ["balanced"]),
+        (["replay", "--layouts", "dp1,dp2", ":", "ba"], ["balanced"]),
+        (["replay", "--layouts", "dp2:ba"], ["dp2:balanced"]),
+    ],
+)
+def test_a_value_with_a_colon_is_completed_where_bash_breaks_it(
+    capsys, monkeypatch, words: list[str], offered: list[str]
+) -> None:
+    """bash hands over `verl:to` as three words, and puts what is answered in the place of the last."""
+    monkeypatch.setenv("_AGGCLI_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "\n".join(["aggcli", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    told = aggcli(capsys)
+    assert (told.out.split(), told.err) == (offered, "")
+
+
+def test_completion_can_be_shown_for_a_shell(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    told = completed("-m", "aggcli", "--show-completion", "bash", env=environment())
+    assert (told.returncode, told.stderr) == (0, "")
+    assert told.stdout.rstrip().endswith("complete -o default -F _aggcli_completion aggcli")

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from aggcli.cli.commands import Commands
+from aggcli.cli.completion import whole_words
 from aggcli.cli.console import say_error, set_invocation
 from aggcli.cli.live import Terminal
 from aggcli.errors import DEBUG, ExitCode, print_traceback, told
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its number
     given = list(sys.argv[1:] if arguments is None else arguments)
     set_invocation(given)
-    with _debugging("--debug" in given), _ended_by_sigterm(), heard_by(Terminal()):
+    with _debugging("--debug" in given), _ended_by_sigterm(), heard_by(Terminal()), whole_words():
         try:
             code = app([argument for argument in given if argument != "--debug"], prog_name="aggcli", standalone_mode=False)
         except (KeyboardInterrupt, typer.Abort):
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say_error(error.format_message())
             return int(ExitCode.USER_INPUT)
         except (Exception, SystemExit) as error:
-            if isinstance(error, SystemExit) and "_AGGCLI_COMPLETE" in os.environ:  # how a shell's question is answered
+            if isinstance(error, SystemExit) and _is_completion(given):
                 return int(error.code or ExitCode.DONE)
             if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
                 return _unread()
@@ -73,6 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 say_error(text)
             return number
     return _interrupted() if code == ExitCode.INTERRUPTED else int(code or ExitCode.DONE)
+
+
+def _is_completion(given: Sequence[str]) -> bool:
+    """Whether a shell asks, or is to be taught to: typer then ends the program itself."""
+    return "_AGGCLI_COMPLETE" in os.environ or bool({"--show-completion", "--install-completion"}.intersection(given))
 
 
 @contextlib.contextmanager
