@@ -28,8 +28,8 @@ from aggcli.layout.steps import optimizer_steps
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.sources import open_source
 from aggcli.rules import RULES
-from tests.cli import aggcli, refused, strict_json
-from tests.fixtures import MODES, batch_of, fx_b, replayed
+from tests.cli import aggcli, refused, strict_json, write_jsonl
+from tests.fixtures import MODES, batch_of, fx_a, fx_b, replayed
 
 DATA = Path(__file__).parent / "data"
 MICRO_BATCH_TOKENS = {"verl-legacy:token-mean", "trl:bnpo", "ms-swift:bnpo", "skyrl:token_mean_legacy", "torchforge:reinforce"}
@@ -233,9 +233,12 @@ def test_the_table_fits_80_columns_and_names_every_rule(
     monkeypatch.setenv("COLUMNS", "80")
     lines = aggcli(capsys, "audit").out.splitlines()
     assert max(map(len, lines)) <= 80
-    rows = {line.split()[0]: line for line in reversed(lines) if line.strip()}
+    parts = [part.splitlines() for part in "\n".join(lines).split("\n\n")]
+    rows = {line.split()[0]: line for line in parts[1] if line.strip()}
     assert rows["trl:bnpo"].split()[-1] == "varies"
-    assert rows["token_mean"].split()[-1] == "invariant"
+    assert "token_mean" not in rows, "of many rules only those that vary have a row"
+    (kept,) = [" ".join(map(str.strip, part)) for part in parts if part[0].startswith("invariant under each of the layouts")]
+    assert set(kept.partition("): ")[2].split(", ")) == {name for name in RULES if name not in rows}
     assert "openrlhf:sequence: unverified: ring attention was read, not run" in lines
     assert not [line for line in lines if "unverified:" in line and line.startswith(tuple(MODES))]
 
@@ -262,10 +265,36 @@ def test_the_answer_for_a_dump_is_in_words(capsys: pytest.CaptureFixture[str]) -
     words = " ".join(aggcli(capsys, "audit", *arguments).out.split())
     (step,) = _json(capsys, *arguments)["steps"]
     low, high = (step["rules"][rule]["effective_lr"] for rule in ("trl:bnpo", "verl:token-sum"))
-    question = "Would a different layout or rule have changed this loss? another of these layouts:"
-    assert f"{question} no under slime:sample_mean; yes under 1 of the 3 rules compared" in words
+    assert words.startswith("1 of the 3 rules compared varies with the layout: trl:bnpo, under ")
     assert low < 1 < high
-    assert f"{low:.4g} (trl:bnpo) to {high:.4g} (verl:token-sum) times that of slime:sample_mean" in words
+    norms = f"{low:.3g}x (trl:bnpo) to {high:.0f}x (verl:token-sum) slime:sample_mean's"
+    assert f"Another rule would have made the gradient norm {norms}." in words
+
+
+def test_the_answer_says_what_varies_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FX-A: all 16 tokens weigh 1/16; in micro-batches of two samples the first 4 tokens weigh 1/8, twice as much."""
+    path = write_jsonl(tmp_path / "a.jsonl", fx_a())
+    layouts = ("--layouts", "dp1:contiguous,dp1:contiguous:mb2", "--no-search")
+    said = strict_json(aggcli(capsys, "audit", path, "--rules", "token_mean,trl:bnpo", *layouts, "--json").out)["answer"]
+    assert said[0] == (
+        "1 of the 2 rules compared varies with the layout: trl:bnpo, under dp1:contiguous:mb2 a token's weight changes by 100 %"
+        " and the step loss is 0.208 instead of 0.188 under dp1:contiguous."
+    )
+    said = strict_json(aggcli(capsys, "audit", path, "--rules", "token_mean", *layouts, "--json").out)["answer"]
+    assert said == ["No layout that was evaluated changes the weight of a token under token_mean."]
+    one = ("--layouts", "dp1", "--no-search", "--json")
+    said = strict_json(aggcli(capsys, "audit", path, "--rules", "token_mean", *one).out)["answer"]
+    assert said == ["No rule was compared between two layouts; token_mean was evaluated under one layout only."]
+
+
+def test_a_framework_is_audited_by_its_rules_and_one_that_varies_not_is_said_to_have_none(capsys) -> None:
+    found = _json(capsys, "--framework", "trl", "--framework", "oat", "--framework", "slime", "--no-search")
+    named = [name for name in RULES if name.split(":")[0] in ("trl", "oat", "slime")]
+    assert sorted(found["steps"][0]["rules"]) == sorted(named)
+    assert found["answer"][0].endswith("; oat:grpo is not finite on this batch.")
+    assert found["answer"][1] == "By framework, rules that vary: trl 1 of 5; of slime none.", "oat:grpo was not judged"
+    line = refused(aggcli(capsys, "audit", "--framework", "trll"))
+    assert line == "aggcli: --framework trll: no rule of it is written down here; did you mean 'trl'?"
 
 
 def test_the_effective_learning_rate_is_the_ratio_of_gradient_norms_of_the_replay(capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,7 +359,7 @@ def test_a_rule_left_out_of_a_layout_is_not_called_invariant_there(capsys) -> No
     told = aggcli(capsys, "audit", *uneven)
     assert told.code == 0, told.err
     rows = {line.split()[0]: line for line in reversed(told.out.splitlines()) if line.strip()}
-    assert rows["trl:grpo"].split() == ["trl:grpo", "-0.201", "1.045", "0.9591", "not", "compared"], "no change is claimed"
+    assert rows["trl:grpo"].split() == ["trl:grpo", "-0.201", "1.05x", "0.959", "not", "compared"], "no change is claimed"
     assert rows["token_mean"].rstrip().endswith("invariant")
     words = " ".join(told.out.split())
     assert "not evaluated under dp1:contiguous:mb3, which the framework cannot represent: trl:grpo" in words
@@ -340,7 +369,7 @@ def test_a_rule_left_out_of_a_layout_is_not_called_invariant_there(capsys) -> No
 
 
 def test_the_help_of_an_audit_names_its_own_default_layouts(capsys) -> None:
-    words = " ".join(aggcli(capsys, "audit", "--help").out.split())
+    words = " ".join(aggcli(capsys, "audit", "--help-all").out.split())
     for layout in DEFAULT_LAYOUTS[1:4]:
         assert layout.rpartition("mb")[2] in words
     assert "dp2cp2:contiguous, dp4:interleaved:mb1, dp4:balanced" in words

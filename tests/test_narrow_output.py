@@ -155,3 +155,16 @@ def test_an_interval_in_a_sentence_is_a_word() -> None:
         assert " ".join(lines.split()) == text
         assert WHOLE.findall(lines) == ["+0.00456", "[-0.0421, +0.0512]", "1", "3", "[0, 5]"]
         assert not [line for line in lines.splitlines() if line.count("[") != line.count("]")]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_name_of_a_rule_is_broken_behind_a_hyphen_alone(width: int, capsys, monkeypatch) -> None:
+    """The pieces of the longest name, put together again, are the name; each but the last ends in a hyphen."""
+    name = "verl-legacy:seq-mean-token-sum-norm"
+    lines = printed(capsys, monkeypatch, width, "audit", "--rules", f"{name},oat:grpo", "--no-search").splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("verl-legacy:seq-mean-") and "%" in line)
+    pieces = [lines[start].split()[0]]
+    while "".join(pieces) != name:
+        assert pieces[-1].endswith("-")
+        pieces.append(lines[start + len(pieces)].split()[0])
+    assert max(map(len, lines)) <= width

@@ -7,10 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from aggcli.cli.console import say, show
+from aggcli.cli.live import notes_after
 from aggcli.cli.options import ConfigOption, JsonOption, comma_list, offered, resolve, with_paths, with_settings
 from aggcli.config import FIELDS, SOURCE_SETTINGS
 from aggcli.errors import CheckFailed, ExitCode
 from aggcli.rules import RULES, find_rule, remark_on
+from aggcli.rules.reference import FRAMEWORKS, rules_of
 
 _TAKEN = (
     *SOURCE_SETTINGS,
@@ -29,6 +31,15 @@ RulesOption = Annotated[
         metavar="RULE,...",
         help="Modes, or rules such as verl:token-mean. Or aliases of either. Default: all.",
         autocompletion=offered(RULES, listed=True),
+    ),
+]
+FrameworkOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--framework",
+        metavar="NAME",
+        help="All rules of a framework, such as trl. Beside those of --rules; repeat it for several.",
+        autocompletion=offered(FRAMEWORKS),
     ),
 ]
 ReducerOption = Annotated[
@@ -84,6 +95,7 @@ def audit(
     given: dict[str, Any],
     paths: PathsArgument = None,
     rules: RulesOption = None,
+    framework: FrameworkOption = None,
     reducer: ReducerOption = None,
     reducer_signature: SignatureOption = None,
     reducer_ranks: RanksOption = None,
@@ -106,7 +118,7 @@ def audit(
         say(remark)
     request = AuditRequest(
         resolve(with_paths(given, paths), config),
-        tuple(map(find_rule, named)),
+        (*map(find_rule, named), *(rule for name in framework or () for rule in rules_of(name))),
         tuple(reducer or ()),
         reducer_signature,
         reducer_ranks,
@@ -114,13 +126,14 @@ def audit(
         fail_on_variance,
         search,
     )
-    result = audited(request)
-    if json:
-        from aggcli.records import to_json
+    with notes_after():
+        result = audited(request)
+        if json:
+            from aggcli.records import to_json
 
-        print(to_json(result.as_json()))
-    else:
-        show(result.tables())
+            print(to_json(result.as_json()))
+        else:
+            show(result.tables())
     if result.failure:
         raise CheckFailed(result.failure)
     return ExitCode.DONE

@@ -51,11 +51,11 @@ SCREENS: dict[str, Screen] = {
         "Which rules change with the layout, and why; your own reducer too",
         {
             "Rollouts": ("paths", "group_size", "reward_key"),
-            "Rules": ("rules", "reducer", "reducer_signature", "reducer_ranks", "divisor", "advantages"),
+            "Rules": ("rules", "framework", "reducer", "reducer_signature", "reducer_ranks", "divisor", "advantages"),
             "Layouts": ("layouts", "global_batch_size", "max_tokens_per_gpu", "fail_on_variance"),
             "Output": ("config", "json"),
         },
-        ("aggcli audit --rules token_mean,trl:bnpo", "aggcli audit --reducer my.module:fn --fail-on-variance 1e-6"),
+        ("aggcli audit --framework trl", "aggcli audit --reducer my.module:fn --fail-on-variance 1e-6"),
     ),
     "train": Screen(
         "Modes x seeds of a small policy, with everything else the same",

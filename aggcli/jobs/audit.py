@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from aggcli.config import RunConfig
 from aggcli.errors import SettingError
 from aggcli.jobs.listening import say
+from aggcli.report.audits import BUILT_IN
 from aggcli.report.notebook import Shown
 from aggcli.rules import MODES, RULES, Rule, check_divisor, remark_on
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from aggcli.analysis.answer import Answer
     from aggcli.auditing import Audit, AuditRule, Finding, FrozenBatch
     from aggcli.rollouts.batch import RolloutBatch
 
@@ -63,9 +65,16 @@ class AuditResult(Shown):
             for rule, found in step["rules"].items()
         )
 
+    @property
+    def answer(self) -> Answer:
+        """Which rules vary with the layout and by how much, in three sentences at most."""
+        from aggcli.report.audits import audit_answer
+
+        return audit_answer(self.head, self.steps)
+
     def as_json(self) -> dict[str, Any]:
         """What `--json` prints."""
-        return {"schema": 1, **self.head, "steps": self.steps}
+        return {"schema": 1, "answer": list(self.answer.sentences), **self.head, "steps": self.steps}
 
     def tables(self) -> list[Any]:
         """What the terminal shows."""
@@ -91,7 +100,7 @@ def audit(request: AuditRequest, batches: Sequence[RolloutBatch] | None = None) 
     audits = tuple(_audited(batch, chosen, settings, request.search) for batch in frozen)
     head = {
         "command": "audit",
-        "rollouts": ", ".join(settings.source.rollouts) or ("batches given in memory" if batches else "the built-in batch"),
+        "rollouts": ", ".join(settings.source.rollouts) or ("batches given in memory" if batches else BUILT_IN),
         "layouts": list(dict.fromkeys(layout for batch in frozen for layout in _layout_texts(batch, settings))),
         "baseline": audits[0].baseline,
         "divisor": divisor,

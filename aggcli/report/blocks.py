@@ -10,6 +10,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from aggcli.report.folding import folded
+
 
 def spaced(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
     """The parts of a screen with an empty line between them."""
@@ -64,8 +66,8 @@ class BlockTable(Table):
         wide, widths = ([self._width(at, console, options, narrow=narrow) for at in every] for narrow in (False, True))
         attempts = [(False, False), (True, False), *([(True, True)] if self.fold_names else [])]
         for narrow, fold in attempts:
-            whole = self._of(every, widths if narrow else wide, narrow=narrow)
-            whole.columns[0].max_width = options.max_width * 3 // 8 if fold else None
+            names = options.max_width * 3 // 8 if fold else None
+            whole = self._of(every, widths if narrow else wide, narrow=narrow, names=names)
             if _fits(whole, console, options) or (narrow and (self.whole or len(every) < 3)):
                 whole.caption = self.caption
                 yield from whole.__rich_console__(console, options)
@@ -98,10 +100,11 @@ class BlockTable(Table):
         if self.prose or all(column.justify == "right" for column in self.columns[1:]):
             return None
         widest = max((Measurement.get(console, options, cell).maximum for cell in self.columns[0].cells), default=0)
-        return widest if 0 < widest <= options.max_width * 3 // 8 else None
+        return widest if 0 < widest <= options.max_width * 3 // 8 or self.fold_names else None
 
-    def _of(self, columns: Sequence[int], widths: Sequence[int | None], *, narrow: bool) -> Table:
-        """A table of some of the columns, without a caption; columns of prose share what room there is where it is `narrow`."""
+    def _of(self, columns: Sequence[int], widths: Sequence[int | None], *, narrow: bool, names: int | None = None) -> Table:
+        """A table of some of the columns, without a caption; columns of prose share what room there is where it is `narrow`.
+        `names`: what the names of the rows are folded to, behind a hyphen where there is one."""
         table = Table(box=self.box, pad_edge=False, show_edge=False, padding=self.padding, caption_justify="left")
         table.expand = narrow and self.prose and len(columns) > 1
         own = [self.columns[at] for at in columns]
@@ -112,7 +115,10 @@ class BlockTable(Table):
                 column.header, justify=column.justify, overflow="fold", width=widths[at], ratio=ratio, min_width=least
             )
         for row, cells in zip(self.rows, zip(*(column.cells for column in own), strict=True), strict=True):
-            table.add_row(*cells, end_section=row.end_section)
+            first = cells[0] if names is None else folded(str(cells[0]), names, then="  ", hyphens=True)
+            table.add_row(first, *cells[1:], end_section=row.end_section)
+        if names is not None:
+            table.columns[0].width = names
         return table
 
 

@@ -15,12 +15,12 @@ WIDTH = 80
 _INTERVAL = re.compile(r"\[[^][\s]+, [^][\s]+\]")
 
 
-def folded(text: str, width: int, first: str = "", then: str = "") -> str:
+def folded(text: str, width: int, first: str = "", then: str = "", *, hyphens: bool = False) -> str:
     """The text in lines of `width` characters, behind the indents of the first and of the lines after it. A word breaks where
-    it is longer than a line, and an interval `[low, high]` is a word.
+    it is longer than a line, with `hyphens` behind a hyphen in it first, and an interval `[low, high]` is a word.
     """
     whole = _INTERVAL.sub(lambda found: found[0].replace(" ", "\0"), text)
-    lines = textwrap.fill(whole, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
+    lines = textwrap.fill(whole, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=hyphens)
     return lines.replace("\0", " ")
 
 

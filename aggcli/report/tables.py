@@ -110,9 +110,14 @@ def answer_text(answer: Answer) -> Folding:
     return Folding(lambda width: "\n".join(folded(sentence, width) for sentence in answer.sentences))
 
 
-def lines(texts: Sequence[str]) -> Folding | None:
-    """Texts, each from the start of a line; what of one has no room on it stands below, indented. None without any."""
-    return Folding(lambda width: "\n".join(folded(text, width, "", "  ") for text in texts)) if texts else None
+def lines(texts: Sequence[str], *, indented: bool = False) -> Folding | None:
+    """Texts, each from the start of a line (`indented`: all but the first from behind two spaces); what of one has no room on
+    it stands below, behind two more. None without any."""
+    starts = ["", *("  " if indented else "" for _ in texts[1:])]
+    pairs = list(zip(texts, starts, strict=False))
+    return (
+        Folding(lambda width: "\n".join(folded(text, width, start, start + "  ") for text, start in pairs)) if texts else None
+    )
 
 
 def facts_table(facts: Mapping[str, Any]) -> Table:

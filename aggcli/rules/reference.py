@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from aggcli.errors import SettingError, nearest
 from aggcli.rules.registry import ALIASES, ELSEWHERE, RULES
 from aggcli.rules.rule import Rule
 
 PAPERS = ("delta-l", "balanced")
 """What is no framework but a paper's variant."""
 FRAMEWORKS = tuple(dict.fromkeys(rule.framework for rule in ELSEWHERE if rule.framework not in PAPERS))
+
+
+def rules_of(framework: str) -> list[Rule]:
+    """All rules of a framework. Raises `SettingError` for one that none is known of, with the nearest name."""
+    found = [rule for rule in ELSEWHERE if rule.framework == framework]
+    if not found:
+        raise SettingError(f"--framework {framework}: no rule of it is written down here{nearest(framework, FRAMEWORKS)}")
+    return found
 
 
 def elsewhere(mode: Rule) -> dict[str, list[Rule]]:
