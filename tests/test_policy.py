@@ -212,6 +212,7 @@ def test_padding_never_reaches_a_real_token(packed: bool):
 
 def test_each_bin_holds_every_row_once_and_padding_is_small():
     tokens_RBL, length_RB = rows_of(3, groups=16, repeats=8)
+    tokens_RBL[:, :, PROMPT] = torch.arange(128) + 7  # no row begins as another does
     packing = pack(tokens_RBL, PROMPT, length_RB)
     read = int((length_RB - 1).clamp(min=0).sum(-1).max())
     flat = packing.tokens_RT.shape[1]
@@ -221,6 +222,45 @@ def test_each_bin_holds_every_row_once_and_padding_is_small():
     per_run = (length_RB - 1).clamp(min=0).sum(-1).tolist()
     for run, own in enumerate(places.split(per_run)):
         assert own.unique().numel() == per_run[run]
+
+
+def alike(runs: int) -> tuple[Tensor, Tensor]:
+    """Rows of two prompts, of which many are equal, or begin as others go on, or would but for their prompt."""
+    a, b, c = [3, 1, 4, 1, 5], [3, 1, 4, 0, 0], [2, 2, 2, 2, 2]
+    one = [(a, 5), (a, 5), (a, 2), (b, 4), (b, 3), (c, 1), (c, 0), (a, 4)]  # reads 3141, 3141, 3, 314, 31, -, -, 314
+    two = [(c, 5), (a, 5), (b, 5), (c, 3), (c, 3), (b, 5), (a, 1), (c, 5)]  # reads 2222, 3141, 3140, 22, 22, 3140, -, 2222
+    rows = torch.tensor([[6] * PROMPT + row for row, _ in one] + [[0] * PROMPT + row for row, _ in two])
+    length = torch.tensor([n for _, n in one + two])
+    order = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(run)) for run in range(runs)])
+    return rows[order], length[order]
+
+
+def test_rows_that_begin_alike_are_read_once_and_never_across_prompts():
+    tokens_RBL, length_RB = alike(2)
+    packing = pack(tokens_RBL, PROMPT, length_RB)
+    # prompt 6: 3141 holds all; prompt 0: 2222, 3141, 3140
+    assert packing.tokens_RT.shape[1] == 2 * PROMPT + 4 * 4
+    assert [(piece.rows, piece.length) for piece in packing.bins] == [(4, 4)]
+    for run in range(2):
+        read = packing.tokens_RT[run, 2 * PROMPT :].view(4, 4).tolist()
+        prompts = packing.tokens_RT[run, : 2 * PROMPT].view(2, PROMPT)[packing.bins[0].prompt_N.view(2, 4)[run] - 2 * run, 0]
+        assert sorted(zip(prompts.tolist(), map(tuple, read), strict=True)) == [
+            (0, (2, 2, 2, 2)), (0, (3, 1, 4, 0)), (0, (3, 1, 4, 1)), (6, (3, 1, 4, 1)),
+        ]  # fmt: skip
+
+
+def test_rows_that_begin_alike_have_the_numbers_and_gradients_of_each_alone():
+    parameters, (tokens_RBL, length_RB) = policies(3), alike(3)
+    padded = torch.full((3, 16), PROMPT)
+    one = response_log_probs(parameters, CONFIG, tokens_RBL, PROMPT, length_RB, entropy=True)
+    other = response_log_probs(parameters, CONFIG, tokens_RBL, padded, length_RB, entropy=True)
+    for got, expected in zip(one, other, strict=True):
+        assert got is not None
+        assert expected is not None
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    expected = gradients(parameters, tokens_RBL, length_RB, padded)
+    for packed, slope in zip(gradients(parameters, tokens_RBL, length_RB, PROMPT), expected, strict=True):
+        torch.testing.assert_close(packed, slope, rtol=0, atol=1e-12)
 
 
 def test_a_shard_with_gathered_keys_computes_the_rows_of_the_whole():

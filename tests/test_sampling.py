@@ -88,6 +88,31 @@ def test_sampling_does_not_depend_on_compaction(monkeypatch: pytest.MonkeyPatch)
         assert_same(results[0], result)
 
 
+def test_the_policy_is_asked_once_for_each_prefix_that_unfinished_rows_stand_at(monkeypatch: pytest.MonkeyPatch):
+    parameters, prompts, noise = policies(2), prompts_of(2, 2), noise_of(2, 24)
+    noise[:, 4:8] = noise[:, :4]  # rows that draw alike, of one prompt
+    noise[:, 12:14, :3] = noise[:, 14:16, :3]
+    asked: list[int] = []
+    read = sampling._Decoder.read
+
+    def counted(self: sampling._Decoder, t: int) -> None:
+        asked.append(self.prefixes)
+        read(self, t)
+
+    monkeypatch.setattr(sampling._Decoder, "read", counted)
+    monkeypatch.setattr(sampling, "COMPACT_AT", 1.0)
+    result = drawn(parameters, prompts, noise)
+    for t, prefixes in enumerate(asked):
+        standing = [
+            len({(row // 12, *result.tokens_RBL[run, row, : t + 1].tolist()) for row in range(24)
+                 if int(result.length_RB[run, row]) > t + 1 or (bool(result.truncated_RB[run, row]) and t + 1 < LIMIT)})
+            for run in range(2)
+        ]  # fmt: skip
+        assert prefixes == max(standing)
+    assert asked[0] < 12  # of 24 rows: at most 6 tokens go on after each of two prompts
+    assert len(asked) > 6
+
+
 def test_a_run_of_a_stack_samples_what_it_samples_alone():
     parameters, prompts, noise = policies(4), prompts_of(4, 4), noise_of(4, 24)
     together = drawn(parameters, prompts, noise)
@@ -168,8 +193,7 @@ def test_compaction_keeps_to_the_device_of_the_parameters():
         parameters = {name: torch.empty(2, *shape, device="cuda") for name, shape in shapes(CONFIG).items()}
         prompts, noise = torch.zeros(2, 3, 4, dtype=torch.int64, device="cuda"), torch.zeros(2, 6, 6, device="cuda")
         decoder = sampling._Decoder(parameters, CONFIG, prompts, noise, 1.0)
-        decoder.draw(0)
-        decoder.compact(4)
+        decoder.part(decoder.draw(0))
         decoder.read(0)
         decoder.draw(1)
         result = decoder.finished(END, PAD)

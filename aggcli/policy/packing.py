@@ -4,8 +4,12 @@ The linear layers of a transformer do not care which row a token stands in, so a
 
     [ each distinct prompt once | rows of bin 0 | rows of bin 1 | ... ]
 
-A bin holds the rows of similar response length, padded to its longest; only attention looks at bins. Prompts shared by the
-rows of a group are read once. The last token of a response is never read, since nothing is predicted from it.
+A bin holds the rows of similar response length, padded to its longest; only attention looks at bins. The last token of a
+response is never read, since nothing is predicted from it.
+
+Nothing is read twice: prompts shared by the rows of a group are read once, and so is every response that other rows of its
+run begin with. A hidden state depends on what stands before it alone, so those rows have the numbers of the row that was
+read, and what their losses say about it is added up there.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ BIN_COST = 60
 
 @dataclass(frozen=True, eq=False)
 class Bin:
-    """`rows` rows of each run of `length` read tokens each; `prompt_Rb` is the distinct prompt of each row, and
-    `prompt_N` the same counted through the whole stack, flat."""
+    """`rows` rows of each run of `length` read tokens each; `prompt_N` is the distinct prompt of each row, counted through
+    the whole stack, flat."""
 
     rows: int
     length: int
@@ -65,14 +69,15 @@ def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor) -> Packing:
     R, B, L = tokens.shape
     prompts_RPL, prompt_RB = _distinct_prompts(tokens[:, :, :prompt_length])
     G = prompts_RPL.shape[1]
-    read_RB = np.maximum(length - 1, 0)
+    length_read_RB = np.maximum(length - 1, 0)
+    reader_RB = _readers(tokens[:, :, prompt_length:], prompt_RB, length_read_RB)
+    read_RB = np.where(reader_RB == np.arange(B), length_read_RB, 0)
     order_RB = read_RB.argsort(-1, kind="stable")
     sorted_RB = np.take_along_axis(read_RB, order_RB, -1)
     C = max(int(length.max(initial=0)), 1)
     flat_R1 = np.arange(R)[:, None]
     parts, places, bins = [prompts_RPL.reshape(R, -1)], [np.tile(np.arange(prompt_length), (R, G))], []
-    at_RBC = np.zeros((R, B, C), np.int64)
-    at_RBC[:, :, 0] = prompt_RB
+    start_RB = np.zeros((R, B), np.int64)
     filled = G
     for start, end in _cuts(sorted_RB.max(0)):
         rows_Rb = order_RB[:, start:end]
@@ -81,9 +86,11 @@ def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor) -> Packing:
         column = np.minimum(prompt_length + place, L - 1)
         parts.append(tokens[flat_R1[:, :, None], rows_Rb[:, :, None], column].reshape(R, -1))
         places.append(np.tile(prompt_length + place, (R, count)))
-        at_RBC[flat_R1, rows_Rb, 1 : width + 1] = filled + np.arange(count * width).reshape(count, width)
+        start_RB[flat_R1, rows_Rb] = filled + width * np.arange(count)
         bins.append(Bin(count, width, _tensor((prompt_RB[flat_R1, rows_Rb] + flat_R1 * G).ravel())))
         filled += count * width
+    read_at_RBC = np.take_along_axis(start_RB, reader_RB, -1)[:, :, None] + np.arange(C - 1)
+    at_RBC = np.concatenate([prompt_RB[:, :, None], read_at_RBC], -1)
     valid_RBC = np.arange(C) < length[:, :, None]
     target_RBC = np.where(valid_RBC, tokens[:, :, prompt_length : prompt_length + C], 0)
     return Packing(
@@ -108,6 +115,25 @@ def _distinct_prompts(prompt_RBL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     most = max(len(prompts) for prompts, _ in found)
     prompts_RPL = np.stack([np.concatenate([prompts, prompts[:1].repeat(most - len(prompts), 0)]) for prompts, _ in found])
     return prompts_RPL, np.stack([inverse.reshape(-1) for _, inverse in found])
+
+
+def _readers(response_RBL: np.ndarray, prompt_RB: np.ndarray, read_RB: np.ndarray) -> np.ndarray:
+    """The row [R, B] that each row's read tokens are read in: one of the same run and prompt that begins with all of them."""
+    R, B, L = response_RBL.shape
+    words = np.zeros((R, B, L + 2), ">u4")  # sorted as texts: 0, which no token is, stands after the last and comes first
+    words[:, :, 0] = np.arange(R)[:, None]
+    words[:, :, 1] = prompt_RB
+    words[:, :, 2:] = np.where(np.arange(L) < read_RB[:, :, None], response_RBL + 1, 0)
+    words[:, :, :2] += 1
+    words = words.reshape(R * B, L + 2)
+    order = words.view(f"S{words.itemsize * words.shape[1]}").ravel().argsort(kind="stable")
+    before, after = words[order[:-1]], words[order[1:]]
+    goes_on = ((before == after) | (before == 0)).all(1)  # what one row begins with, its successor does, if any does
+    at = np.arange(R * B)
+    ends = np.append(np.where(goes_on, R * B, at[:-1]), R * B - 1)
+    reader = np.empty_like(at)
+    reader[order] = order[np.minimum.accumulate(ends[::-1])[::-1]]
+    return reader.reshape(R, B) % B
 
 
 def _cuts(longest_B: np.ndarray) -> list[tuple[int, int]]:

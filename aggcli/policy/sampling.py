@@ -1,7 +1,10 @@
-"""Sampling from a stack of policies with a key-value cache that stops working on finished rows.
+"""Sampling from a stack of policies with a key-value cache, where rows share what they have in common.
 
 One uniform number per (sample, position) decides each token through the inverse of the cumulative distribution, so the
 noise of a sample does not depend on its place in a batch, a stack or a rank, nor on which other samples have finished.
+
+The policy is asked once for each *prefix* that unfinished rows stand at: a prompt, and the tokens drawn so far. Rows of a
+prompt begin at one prefix and part where their noise makes them draw different tokens; rows that have ended need none.
 """
 
 from __future__ import annotations
@@ -29,9 +32,12 @@ from aggcli.tasks.chance import SAMPLING, uniform
 RUNS_AT_ONCE = 8
 """Runs of one decoding loop: enough that the work outweighs the calls, few enough for a core's cache."""
 COMPACT_AT = 0.7
-"""Finished rows leave once at most this share of the rows is still wanted."""
-CHECK_EVERY = {"cpu": 2, "cuda": 8}
-"""Tokens between two looks at how many rows are unfinished; a look waits for the device."""
+"""Prefixes that no row needs any more leave once at most this share of them is still wanted."""
+CHECK_EVERY = {"cpu": 1}
+"""Tokens between two looks at which prefixes are wanted. A look waits for the device: with one after every token rows share
+their prefixes, with fewer each has its own from its first token on."""
+OTHER_DEVICES = 8
+"""`CHECK_EVERY` on a device that is not in it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,18 +82,19 @@ def sample(
 
 
 def _decoded(decoder: _Decoder, end_id: int, pad_id: int) -> Sampled:
-    check_every = CHECK_EVERY.get(decoder.slot_N.device.type, 8)
+    check_every = CHECK_EVERY.get(decoder.ended_RB.device.type, OTHER_DEVICES)
     for t in range(decoder.length):
-        token_N = decoder.draw(t)
+        token_RB = decoder.draw(t)
         if t + 1 == decoder.length:
             break
-        decoder.note_ended(token_N == end_id)
-        if (t + 1) % check_every == 0:
-            widest = decoder.most_unfinished()
-            if not widest:
-                break
-            if widest <= COMPACT_AT * decoder.rows:
-                decoder.compact(widest)
+        decoder.note_ended(token_RB == end_id)
+        is_look = (t + 1) % check_every == 0
+        if is_look and decoder.all_ended():
+            break
+        if t == 0 and check_every > 1:
+            decoder.part(token_RB)
+        elif not (is_look and decoder.rearrange(token_RB, t)):
+            decoder.stay(token_RB)
         decoder.read(t)
     return decoder.finished(end_id, pad_id)
 
@@ -109,128 +116,140 @@ def _joined(parts: list[Sampled], pad_id: int) -> Sampled:
 
 
 class _Decoder:
-    """The rows still in the batch: `rows` of each run, the same number in every run, flat as N = R * rows.
+    """`rows` rows of each run, and the prefixes that they stand at: `prefixes` of each run, the same number in every run, flat
+    as N = R * prefixes. `prefix_RB`: the prefix of each row, and `prefixes` itself, which is none, once the row has ended.
 
-    Caches are place-first, [2, P + L, N, H, d], so that a new token is one write and attention reads one block. Drawn tokens
-    are kept in lists until a compaction, or the end, moves them to their place.
+    Caches are place-first, [2, P + L, N, H, d], so that a new token is one write and attention reads one block.
     """
 
     def __init__(
         self, parameters: Parameters, config: PolicyConfig, prompts_RPL: Tensor, uniforms_RBL: Tensor, temperature: float
     ) -> None:
         self.runs, self.rows, self.length = uniforms_RBL.shape
-        self.prompt_length = prompts_RPL.shape[-1]
+        self.prefixes, self.prompt_length = prompts_RPL.shape[1:]
         check_length(config, self.prompt_length + self.length)
         device, dtype = parameters["head"].device, parameters["head"].dtype
         self.config, self.weights = config, _Weights.of(parameters, config, temperature)
         self.run_offset_R1 = torch.arange(self.runs, device=device)[:, None]
         below_1 = 1 - torch.finfo(dtype).eps / 2  # rounding must not make a number 1
-        self.noise_LN = uniforms_RBL.flatten(0, 1).to(device, dtype).clamp(max=below_1).t().contiguous()
-        self.slot_N = torch.arange(self.runs * self.rows, device=device)
-        self.ended_N = torch.zeros_like(self.slot_N, dtype=torch.bool)
+        self.noise_LRB = uniforms_RBL.to(device, dtype).clamp(max=below_1).permute(2, 0, 1).contiguous()
+        row_B = torch.arange(self.rows, device=device)
+        self.prefix_RB = (row_B // (self.rows // self.prefixes)).repeat(self.runs, 1)
+        self.ended_RB = torch.zeros_like(self.prefix_RB, dtype=torch.bool)
         self.drawn: list[Tensor] = []
         self.log_probs: list[Tensor] = []
-        self.moved = 0  # tokens already at their place in the outputs
-        self.tokens_LS = torch.zeros(self.length, self.runs * self.rows, dtype=torch.int64, device=device)
-        self.log_probs_LS = torch.zeros(self.tokens_LS.shape, dtype=dtype, device=device)
+        self.token_RN = self.prefix_RB[:, :0]
         self._prefill(parameters, prompts_RPL)
 
     def _prefill(self, parameters: Parameters, prompts_RPL: Tensor) -> None:
-        """Read each prompt once; its keys, values and next-token logits go to all rows of its group."""
+        """Read each prompt once."""
         R, G, P = prompts_RPL.shape
-        repeats = self.rows // G
         within_group = attend_rows(self.config, G)
         self.caches: list[Tensor] = []
 
         def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
             kv = qkv_RTX.view(R * G, P, 3, self.config.heads, -1)[:, :, 1:].permute(2, 1, 0, 3, 4)
-            cache = kv.new_empty(2, P + self.length, R * G, repeats, *kv.shape[3:])
-            cache[:, :P] = kv.unsqueeze(3)
-            self.caches.append(cache.flatten(2, 3))
+            cache = kv.new_empty(2, P + self.length, R * G, *kv.shape[3:])
+            cache[:, :P] = kv
+            self.caches.append(cache)
             return within_group(layer, qkv_RTX)
 
         positions_RT = torch.arange(P, device=prompts_RPL.device).repeat(R, G)
         x_RTD = embedded(parameters, prompts_RPL.reshape(R, G * P), positions_RT)
         last_RPD = body(parameters, self.config, x_RTD, attend).view(R, G, P, -1)[:, :, -1]
-        self.logits_RVB = torch.bmm(self.weights.head.mT, _direction(last_RPD).mT).repeat_interleave(repeats, -1)
+        self.logits_RVN = torch.bmm(self.weights.head.mT, _direction(last_RPD).mT)
 
     def draw(self, t: int) -> Tensor:
-        """The token of response position t of each row, by inverse CDF."""
-        log_probs_RVB = torch.log_softmax(self.logits_RVB, 1)
-        below_RVB = log_probs_RVB.exp().cumsum(1)
-        threshold_R1B = self.noise_LN[t].view(self.runs, 1, self.rows) * below_RVB[:, -1:]  # the sum is 1 up to rounding
+        """The token of response position t of each row [R, B], by inverse CDF; ended rows draw one that is cut off."""
+        log_probs_RVN = torch.log_softmax(self.logits_RVN, 1)
+        below_RVN = log_probs_RVN.exp().cumsum(1)
+        at_RVB = self.prefix_RB.clamp(max=self.prefixes - 1)[:, None].expand(-1, below_RVN.shape[1], -1)
+        below_RVB = below_RVN.gather(2, at_RVB)
+        threshold_R1B = self.noise_LRB[t][:, None] * below_RVB[:, -1:]  # the sum is 1 up to rounding
         token_R1B = (below_RVB <= threshold_R1B).sum(1, keepdim=True).clamp_(max=below_RVB.shape[1] - 1)
-        token_N = token_R1B.flatten()
-        self.drawn.append(token_N)
-        self.log_probs.append(log_probs_RVB.gather(1, token_R1B).flatten())
-        return token_N
+        self.drawn.append(token_R1B[:, 0])
+        self.log_probs.append(log_probs_RVN.gather(2, at_RVB).gather(1, token_R1B)[:, 0])
+        return self.drawn[-1]
+
+    def note_ended(self, ended_RB: Tensor) -> None:
+        self.ended_RB |= ended_RB
+        self.prefix_RB = self.prefix_RB.masked_fill(self.ended_RB, self.prefixes)
+
+    def all_ended(self) -> bool:
+        return bool(self.ended_RB.all())
+
+    def part(self, token_RB: Tensor) -> None:
+        """A prefix of its own for each row, before any token is read."""
+        self._move(self.prefix_RB.clamp(max=self.prefixes - 1), token_RB, filled=self.prompt_length)
+        row_B = torch.arange(self.rows, device=token_RB.device)
+        self.prefix_RB = torch.where(self.ended_RB, self.rows, row_B)
+
+    def stay(self, token_RB: Tensor) -> None:
+        """Every prefix grows by the token that its rows have drawn, in its place."""
+        token_RN = token_RB.new_zeros(self.runs, self.prefixes + 1)  # the last takes what rows draw that have ended
+        self.token_RN = token_RN.scatter_(1, self.prefix_RB, token_RB)[:, :-1]
+
+    def rearrange(self, token_RB: Tensor, t: int) -> bool:
+        """One prefix for each that an unfinished row stands at after these tokens, at response position t, in place of those
+        before. Nothing is done, and False returned, where every prefix can stay and most are still wanted."""
+        V, none = self.config.vocabulary_size, self.prefixes * self.config.vocabulary_size
+        sorted_RB, order_RB = torch.where(self.ended_RB, none, self.prefix_RB * V + token_RB).sort(-1)
+        before_RB = pad(sorted_RB[:, :-1], (1, 0), value=-1)
+        first_RB = (sorted_RB != before_RB) & (sorted_RB < none)
+        has_parted = (first_RB & (sorted_RB // V == before_RB.div(V, rounding_mode="floor"))).any()
+        wanted = max(int(first_RB.sum(-1).max()), 1)
+        if not has_parted and wanted > COMPACT_AT * self.prefixes:
+            return False
+        new_RB = first_RB.cumsum(-1) - 1
+        to_RB = torch.where(first_RB, new_RB, wanted)
+        key_RN = sorted_RB.new_zeros(self.runs, wanted + 1).scatter_(1, to_RB, sorted_RB)[:, :-1]
+        self._move(key_RN // V, key_RN % V, filled=self.prompt_length + t)
+        new_RB = torch.where(sorted_RB < none, new_RB, wanted)
+        self.prefix_RB = new_RB.new_zeros(new_RB.shape).scatter_(1, order_RB, new_RB)
+        return True
+
+    def _move(self, parent_RN: Tensor, token_RN: Tensor, filled: int) -> None:
+        """Go on from the prefixes `parent_RN`, each with its token; the first `filled` places of the caches are read."""
+        kept_N = (parent_RN + self.run_offset_R1 * self.prefixes).flatten()
+        self.caches = [_kept(cache, kept_N, filled) for cache in self.caches]
+        self.token_RN, self.prefixes = token_RN, token_RN.shape[1]
 
     def read(self, t: int) -> None:
         """Feed the tokens just drawn, at response position t, and compute the next logits."""
         place, weights = self.prompt_length + t, self.weights
-        token_RB = self.drawn[-1].view(self.runs, self.rows) + self.run_offset_R1 * self.config.vocabulary_size
-        x_RBD = weights.embedding_LVD[place].index_select(0, token_RB.flatten()).view(self.runs, self.rows, -1)
+        token_RN = self.token_RN + self.run_offset_R1 * self.config.vocabulary_size
+        x_RND = weights.embedding_LVD[place].index_select(0, token_RN.flatten()).view(self.runs, self.prefixes, -1)
         for cache, (qkv, attention_out, mlp_in, mlp_out) in zip(self.caches, weights.layers, strict=True):
-            mixed_RBD = self._attend(torch.bmm(_direction(x_RBD), qkv), cache, place)
-            x_RBD = torch.baddbmm(x_RBD, mixed_RBD, attention_out)
-            x_RBD = torch.baddbmm(x_RBD, torch.bmm(_direction(x_RBD), mlp_in).relu_(), mlp_out)
-        self.logits_RVB = torch.bmm(weights.head.mT, _direction(x_RBD).mT)
+            mixed_RND = self._attend(torch.bmm(_direction(x_RND), qkv), cache, place)
+            x_RND = torch.baddbmm(x_RND, mixed_RND, attention_out)
+            x_RND = torch.baddbmm(x_RND, torch.bmm(_direction(x_RND), mlp_in).relu_(), mlp_out)
+        self.logits_RVN = torch.bmm(weights.head.mT, _direction(x_RND).mT)
 
-    def _attend(self, qkv_RBX: Tensor, cache: Tensor, place: int) -> Tensor:
-        """One query a row over the cache; products and sums, since the matrix products would be tiny."""
+    def _attend(self, qkv_RNX: Tensor, cache: Tensor, place: int) -> Tensor:
+        """One query a prefix over the cache; products and sums, since the matrix products would be tiny."""
         heads, width = self.config.heads, self.config.head_width
-        parts = qkv_RBX.view(-1, 3, heads, width)
+        parts = qkv_RNX.view(-1, 3, heads, width)
         cache[:, place] = parts[:, 1:].transpose(0, 1)
         key_LNHd, value_LNHd = cache[:, : place + 1].unbind(0)
         product = (key_LNHd * parts[:, 0]).view(-1, width)
         weight_LNH1 = torch.mv(product, self.weights.ones).view(place + 1, -1, heads, 1).softmax(0)
-        return (value_LNHd * weight_LNH1).sum(0).view(self.runs, self.rows, -1)
-
-    def note_ended(self, ended_N: Tensor) -> None:
-        self.ended_N |= ended_N
-
-    def most_unfinished(self) -> int:
-        """Unfinished rows of the run that has most."""
-        return self.rows - int(self.ended_N.view(self.runs, self.rows).sum(-1).min())
-
-    def compact(self, rows: int) -> None:
-        """Keep `rows` rows of each run, the unfinished ones first."""
-        order_RB = self.ended_N.view(self.runs, self.rows).to(torch.uint8).argsort(dim=-1, stable=True)[:, :rows]
-        kept_N = (order_RB + self.run_offset_R1 * self.rows).flatten()
-        self._move()
-        filled = self.prompt_length + self.moved - 1  # the last drawn token is not read yet
-        self.caches = [_kept(cache, kept_N, filled) for cache in self.caches]
-        self.drawn = [self.tokens_LS[self.moved - 1, self.slot_N[kept_N]]]
-        self.log_probs = [self.log_probs_LS[self.moved - 1, self.slot_N[kept_N]]]
-        self.moved -= 1
-        self.slot_N, self.ended_N = self.slot_N[kept_N], self.ended_N[kept_N]
-        self.noise_LN, self.rows = self.noise_LN[:, kept_N], rows
-
-    def _move(self) -> None:
-        """Bring the drawn tokens to their place."""
-        steps = slice(self.moved, self.moved + len(self.drawn))
-        self.tokens_LS[steps].index_copy_(1, self.slot_N, torch.stack(self.drawn))
-        self.log_probs_LS[steps].index_copy_(1, self.slot_N, torch.stack(self.log_probs))
-        self.moved += len(self.drawn)
-        self.drawn, self.log_probs = [], []
+        return (value_LNHd * weight_LNH1).sum(0).view(self.runs, self.prefixes, -1)
 
     def finished(self, end_id: int, pad_id: int) -> Sampled:
         """Everything drawn, cut at each row's first end token."""
-        self._move()
-        tokens_SL = self.tokens_LS[: self.moved].t().contiguous()
-        is_end_SL = tokens_SL == end_id
-        after_end_SL = is_end_SL.cumsum(-1) - is_end_SL.long() > 0
-        shape = (self.runs, -1, self.moved)
+        tokens_RBL, log_probs_RBL = torch.stack(self.drawn, -1), torch.stack(self.log_probs, -1)
+        is_end_RBL = tokens_RBL == end_id
+        after_end_RBL = is_end_RBL.cumsum(-1) - is_end_RBL.long() > 0
         return Sampled(
-            tokens_RBL=tokens_SL.masked_fill(after_end_SL, pad_id).view(shape),
-            length_RB=(~after_end_SL).sum(-1).view(self.runs, -1),
-            log_probs_RBL=self.log_probs_LS[: self.moved].t().masked_fill(after_end_SL, 0.0).reshape(shape),
-            truncated_RB=~is_end_SL.any(-1).view(self.runs, -1),
+            tokens_RBL=tokens_RBL.masked_fill(after_end_RBL, pad_id),
+            length_RB=(~after_end_RBL).sum(-1),
+            log_probs_RBL=log_probs_RBL.masked_fill(after_end_RBL, 0.0),
+            truncated_RB=~is_end_RBL.any(-1),
         )
 
 
 def _kept(cache: Tensor, kept_N: Tensor, filled: int) -> Tensor:
-    """The rows `kept_N` of a cache; places not written yet stay unwritten."""
+    """The prefixes `kept_N` of a cache; places not written yet stay unwritten."""
     kept = cache.new_empty(*cache.shape[:2], kept_N.numel(), *cache.shape[3:])
     for part in range(2):
         torch.index_select(cache[part, :filled], 1, kept_N, out=kept[part, :filled])
