@@ -1,26 +1,27 @@
 """Does `compare DIR` hold its error rates? Real runs that differ in nothing but their seed, compared as if they were two modes.
 
-    OMP_NUM_THREADS=1 python experiments/05-null-calibration.py        ten minutes on one core
+    OMP_NUM_THREADS=1 python experiments/05-null-calibration.py        a quarter of an hour on one free core
 
 Trains 4,000 runs of token_mean (10 steps of 8 prompts x 4 rollouts, response limit 16, AdamW at 1e-3: accuracy rises from 0.44
-to 0.85), records them as training does and reads them back as `aggcli compare DIR` does. Every comparison takes 2n runs that no
-other comparison of that n has, labels n of them A (the baseline) and n of them B, and pairs them by position. So within one n
-the comparisons are independent and the binomial law holds for their counts; from one n to another the runs are the same, and
-the figures of a run are related. There is no difference to find, so:
+to 0.85), evaluates each on 512 fresh prompts, records them as training does and reads them back as `aggcli compare DIR` does.
+Every comparison takes 2n runs that no other comparison of that n has, labels n of them A (the baseline) and n of them B, and
+pairs them by position. So within one n the comparisons are independent and the binomial law holds for their counts; from one n
+to another the runs are the same, and the figures of a run are related. There is no difference to find, so:
 
-- p < 0.05 in 5 % of comparisons, and the interval of the paired difference covers 0 in the others;
+- p < 0.05 in 5 % of comparisons, before any correction, and the interval of the paired difference covers 0 in the others;
 - the sign-flip test below 0.05 in at most 5 %, where its floor of 2/2^n permits that at all;
 - the interval of one arm's mean covers the mean of the law, for which the mean of all runs stands, in 95 %. That mean is known
   to sd/sqrt(runs) and holds the arm itself, so the arm's distance to it has the variance 1 - n/runs times the true one: at
-  n = 10 of 4,000 runs a coverage of 95 % appears 0.02 points too high. Left out for figures that depend on the other arm.
+  n = 10 of 4,000 runs a coverage of 95 % appears 0.02 points too high. Left out for figures that depend on the other arm;
+- an answer says a difference, in any outcome of any mode, in 5 % at most, since Holm's correction is over all of them. It
+  knows nothing of how the outcomes are related, so fewer than 5 % is right too; more is not.
 
-The p-values are those of one pair, where Holm corrects nothing. Comparisons with a difference in accuracy at equal steps or at
-equal tokens are counted too, and the verdicts that say so: a verdict makes both rankings and corrects them together. A further
-table lines up four arms, so that Holm corrects three pairs a figure.
+Then a difference is planted: 500 comparisons, drawn from all runs, each moved by the smallest difference that it states for
+itself at 80 % power. What the same comparison then shows must be 80 %.
 
 A figure of one step's 32 rollouts (the default window of a run of 10 steps) is coarse, and some are skewed: Student's t is not
-exact for them. What it gives when values are drawn from the 4,000 by numpy alone stands in the last table, a second route to
-the first one's rates; and the tables are made again for a window of half a run (160 rollouts; a usual run of 60 steps has 768).
+exact for them. What the intervals give when values are drawn from the runs by numpy alone stands in the last table, a second
+route to the first one's rates with a hundred times its trials; and the tables are made again for a window of half a run.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ import numpy as np
 from scipy import stats
 
 from aggcli.analysis.comparison import Comparison, Pair, compare
+from aggcli.analysis.effects import effects_of
+from aggcli.analysis.evaluations import evaluations_of
 from aggcli.analysis.histories import History, read_histories
 from aggcli.analysis.outcomes import OUTCOMES, WINDOW
-from aggcli.analysis.training_answer import verdict
+from aggcli.analysis.power import POWER, smallest_difference
+from aggcli.analysis.statistics import SHARE
 
 MODE, STACK = "token_mean", 50
 SETTINGS: dict[str, Any] = {
@@ -58,8 +62,18 @@ SETTINGS: dict[str, Any] = {
 SIZES = (3, 5, 10)
 LEVEL = 0.05
 DRAWS = 100_000
-OF_ONE_ARM = ("accuracy", "response_length", "correct/response_length", "incorrect/response_length", "entropy_loss", "tokens")
-"""Figures whose value for a run does not depend on the runs it is compared with, once all have recorded the same steps."""
+REACH = 0.8
+"""The accuracy of `tokens to accuracy`, so that it does not depend on the baseline."""
+PLANTED = 500
+PLANTED_IN = {
+    "accuracy_on_fresh_prompts": "fresh/accuracy",
+    "response_length_on_fresh_prompts": "fresh/response_length",
+    "incorrect/response_length_on_fresh_prompts": "fresh/incorrect_response_length",
+}
+"""Outcome that a difference is planted in, and the number of an evaluation that it is."""
+OF_ANOTHER_ARM = ("accuracy_at_equal_tokens", "raw_reward_at_equal_tokens")
+"""Figures whose value for a run depends on the runs it is compared with, though all have recorded the same steps."""
+Ends = Mapping[str, Mapping[Path, float]]
 
 
 # -- the runs -------------------------------------------------------------------------------------------------------
@@ -115,13 +129,16 @@ def arms(pool: Sequence[History], n: int, labels: str) -> Iterator[list[History]
 
 def compared(pool: Sequence[History], n: int, labels: str = "AB", window: float = WINDOW) -> list[Comparison]:
     """Every comparison that the pool affords."""
-    return [compare(runs, labels[0], window=window) for runs in arms(pool, n, labels)]
+    ends, _ = evaluations_of(pool)
+    return [compare(runs, labels[0], window=window, reach=REACH, ends=ends) for runs in arms(pool, n, labels)]
 
 
 def values_of_all(pool: Sequence[History], window: float = WINDOW) -> dict[str, list[float]]:
     """Figure of one arm -> its value in every run of the pool that has one."""
-    found = compare([dataclasses.replace(run, label="all") for run in pool], window=window).outcomes
-    return {name: list(found[name]["all"].values.values()) for name in OF_ONE_ARM}
+    ends, _ = evaluations_of(pool)
+    numbered = [dataclasses.replace(run, label="all", seed=at) for at, run in enumerate(pool)]
+    found = compare(numbered, window=window, reach=REACH, ends=ends).outcomes
+    return {name: list(of_arm["all"].values.values()) for name, of_arm in found.items() if name not in OF_ANOTHER_ARM}
 
 
 def pairs(found: Sequence[Comparison], figure: str) -> list[Pair]:
@@ -150,17 +167,17 @@ class Count:
 
 
 def false_positives(found: Sequence[Comparison], figure: str) -> Count:
-    """Differences called so at 5 %."""
-    p = [pair.p_holm for pair in pairs(found, figure)]
-    return Count(sum(one is not None and one < LEVEL for one in p), len(p), LEVEL)
+    """Differences with p below 5 %, each tested by itself."""
+    p = [pair.test.p for pair in pairs(found, figure) if pair.test.p is not None]
+    return Count(sum(one < LEVEL for one in p), len(p), LEVEL)
 
 
 def flips(found: Sequence[Comparison], figure: str, n: int) -> Count | None:
     """The same by the sign-flip test, whose p-values are multiples of its floor; None where the floor is above 5 %."""
     floor = 2 / 2**n
-    p = [None if pair.test.sign_flip is None else pair.test.sign_flip.p for pair in pairs(found, figure)]
+    p = [pair.test.sign_flip.p for pair in pairs(found, figure) if pair.test.sign_flip is not None]
     reachable = floor * int((LEVEL - 1e-9) / floor)
-    return Count(sum(one is not None and one < LEVEL for one in p), len(p), reachable) if reachable else None
+    return Count(sum(one < LEVEL for one in p), len(p), reachable) if reachable else None
 
 
 def coverage_of_zero(found: Sequence[Comparison], figure: str) -> Count:
@@ -177,48 +194,86 @@ def coverage_of_the_mean(found: Sequence[Comparison], figure: str, truth: float)
     return Count(sum(held), len(held), 1 - LEVEL)
 
 
-def any_called(found: Sequence[Comparison], figures: Sequence[str]) -> Count:
-    """Comparisons in which any pair of these figures is below 5 %, each figure corrected by Holm for itself."""
-    called = 0
-    for one in found:
-        outcomes = [outcome for figure in figures for outcome in one.outcomes.get(figure, {}).values()]
-        p = [outcome.pair.p_holm for outcome in outcomes if outcome.pair is not None]
-        called += any(value is not None and value < LEVEL for value in p)
-    return Count(called, len(found), LEVEL)
-
-
 def said(found: Sequence[Comparison]) -> Count:
-    """Comparisons whose verdict says that a mode is ahead or behind, at equal steps or at equal tokens."""
-    return Count(sum(any(ranking.shown for ranking in verdict(one).rankings) for one in found), len(found), LEVEL)
+    """Comparisons whose answer says a difference, whatever the outcome."""
+    return Count(sum(any(one.shown for one in effects_of(comparison)) for comparison in found), len(found), LEVEL)
+
+
+def each_for_itself(found: Sequence[Comparison]) -> Count:
+    """What `said` would be if nothing were corrected."""
+    p = [[one.test.p for one in effects_of(comparison)] for comparison in found]
+    return Count(sum(any(one is not None and one < LEVEL for one in own) for own in p), len(found), LEVEL)
+
+
+# -- planted differences ----------------------------------------------------------------------------------------------
+
+
+def planted(pool: Sequence[History], n: int, outcome: str, trials: int = PLANTED) -> Count:
+    """Comparisons of `n` runs against `n` others, drawn from the pool, that show a difference of the size that each states."""
+    measure, rng, hits, made = PLANTED_IN[outcome], np.random.default_rng([n, *map(ord, outcome)]), 0, 0
+    ends, _ = evaluations_of(pool)
+    for _ in range(trials):
+        chosen = rng.choice(len(pool), 2 * n, replace=False)
+        (runs,) = arms([pool[at] for at in chosen], n, "AB")
+        pair = compare(runs, "A", reach=REACH, ends=ends).outcomes[outcome]["B"].pair
+        if pair is None or pair.level is None or not pair.test.std:
+            continue  # nothing is stated
+        size = smallest_difference(pair.test.std, pair.test.difference.n, pair.level)
+        moved = {run.directory: ends[measure][run.directory] + size for run in runs if run.label == "B"}
+        again = compare(runs, "A", reach=REACH, ends={**ends, measure: {**ends[measure], **moved}})
+        after = again.outcomes[outcome]["B"].pair
+        hits, made = hits + (after is not None and after.shown), made + 1
+    return Count(hits, made, POWER)
+
+
+# -- by numpy alone -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Shares of `DRAWS` trials, when the values of an arm are drawn from the pool: what Student's t gives for this law."""
+    """Shares of `DRAWS` trials, when the values of an arm are drawn from the pool. `covered` and `student`: of the arms whose
+    values are not all equal, those whose interval, and whose plain Student interval, holds the mean of the pool.
+    """
 
     called: float
     covered: float
+    student: float
     without_width: float
 
 
-def drawn(values: Sequence[float], n: int) -> Drawn:
+def drawn(figure: str, values: Sequence[float], n: int) -> Drawn:
     """Two arms of `n` values each, with replacement, by numpy alone."""
     pool, rng = np.asarray(values), np.random.default_rng(n)
     a, b = rng.choice(pool, (DRAWS, n)), rng.choice(pool, (DRAWS, n))
     reach, root = stats.t.ppf(1 - LEVEL / 2, n - 1), np.sqrt(n)
-    error = a.std(1, ddof=1) / root
-    equal = np.ptp(a, 1) == 0
-    covered = np.where(equal, False, np.abs(a.mean(1) - pool.mean()) <= reach * error)
+    known = np.ptp(a, 1) > 0
+    mean, error = a.mean(1)[known], a.std(1, ddof=1)[known] / root
+    student = np.abs(mean - pool.mean()) <= reach * error
+    low, high = by_hand(figure, mean, error, n)
+    covered = (low <= pool.mean()) & (pool.mean() <= high)
     called = (np.ptp(a - b, 1) > 1e-12) & (np.abs((a - b).mean(1)) > reach * (a - b).std(1, ddof=1) / root)
-    return Drawn(float(called.mean()), float(covered.mean()), float(equal.mean()))
+    return Drawn(float(called.mean()), float(covered.mean()), float(student.mean()), float((~known).mean()))
+
+
+def by_hand(figure: str, mean: Any, error: Any, n: int) -> tuple[Any, Any]:
+    """The interval of a figure, of means and their standard errors: logit for shares, log for the rest, Hall's where skewed."""
+    outcome, reach = OUTCOMES[figure], stats.t.ppf(1 - LEVEL / 2, n - 1)
+    if outcome.bounds == SHARE:
+        centre, step = np.log(mean / (1 - mean)), reach * error / (mean * (1 - mean))
+        return 1 / (1 + np.exp(step - centre)), 1 / (1 + np.exp(-step - centre))
+    if not outcome.skewness:
+        return mean * np.exp(-reach * error / mean), mean * np.exp(reach * error / mean)
+    g = outcome.skewness
+    down, up = (3 * np.sqrt(n) / g * (np.cbrt(1 + g * side * reach / np.sqrt(n) - g * g / (6 * n)) - 1) for side in (1.0, -1.0))
+    return mean * np.exp(-down * error / mean), mean - up * error
 
 
 # -- what is printed ------------------------------------------------------------------------------------------------
 
-HEAD = f"{'figure':47}{'n':>3}{'compared':>9}  {'p < 0.05':18}{'sign-flip':18}{'holds 0':20}mean holds truth"
+HEAD = f"{'figure':49}{'n':>3}{'compared':>9}  {'p < 0.05':18}{'sign-flip':18}{'holds 0':20}mean holds truth"
 
 
-def report(pool: Sequence[History]) -> Iterator[str]:
+def report(pool: Sequence[History], planted_trials: int = PLANTED) -> Iterator[str]:
     """The tables, in words and lines."""
     yield "In percent, in brackets the band that a right tool stays within in 95 of 100 tables (binomial); ! is outside of it."
     for window in (WINDOW, 0.5):
@@ -226,22 +281,28 @@ def report(pool: Sequence[History]) -> Iterator[str]:
         truth = {name: float(np.mean(values)) for name, values in values_of_all(pool, window).items()}
         for n in SIZES:
             yield from rows(compared(pool, n, window=window), n, truth)
-    yield "\nFour arms, three pairs a figure, corrected by Holm: comparisons with any pair below 0.05, at most 5 %\n"
+    yield "\nFour arms, three pairs an outcome, all corrected together: answers that say any difference, at most 5 %\n"
     for n in SIZES:
         found = compared(pool, n, "ABCD")
-        called = ", ".join(f"{OUTCOMES[name].head} {any_called(found, [name])}" for name in ("accuracy", "response_length"))
-        yield f"n = {n:2}, {len(found)} comparisons: {called}"
-    yield f"\nStudent's t on values drawn from the {len(pool)} (window {WINDOW:g}, {DRAWS} trials), in percent\n"
-    yield f"{'figure':47}{'n':>3}{'p < 0.05':>10}{'mean holds truth':>18}{'all n values equal':>20}{'skewness':>10}"
+        yield f"n = {n:2}, {len(found)} comparisons of {found[0].tests} tests: {said(found)}"
+    yield "\nA difference planted at the size that each comparison states at 80 % power, shown in 80 %\n"
+    for name in PLANTED_IN:
+        for n in SIZES:
+            yield f"{OUTCOMES[name].head:49}{n:>3}  {planted(pool, n, name, planted_trials)}"
+    yield f"\nIntervals of values drawn from the {len(pool)} (window {WINDOW:g}, {DRAWS} trials), in percent\n"
+    heads = f"{'mean holds truth':>18}{'Student alone':>15}{'all n values equal':>20}{'skewness':>10}"
+    yield f"{'figure':49}{'n':>3}{'p < 0.05':>10}{heads}"
     for name, values in values_of_all(pool).items():
         for n in SIZES:
-            one = drawn(values, n)
-            shares = f"{100 * one.called:>10.1f}{100 * one.covered:>18.1f}{100 * one.without_width:>20.1f}"
-            yield f"{OUTCOMES[name].head:47}{n:>3}{shares}{stats.skew(values):>10.2f}"
+            one = drawn(name, values, n)
+            shares = (
+                f"{100 * one.called:>10.1f}{100 * one.covered:>18.1f}{100 * one.student:>15.1f}{100 * one.without_width:>20.1f}"
+            )
+            yield f"{OUTCOMES[name].head:49}{n:>3}{shares}{stats.skew(values):>10.2f}"
 
 
 def rows(found: Sequence[Comparison], n: int, truth: Mapping[str, float]) -> Iterator[str]:
-    """A line for every figure of the comparisons of one n, and one for the verdict."""
+    """A line for every figure of the comparisons of one n, and two for their answers."""
     for name, figure in OUTCOMES.items():
         if not pairs(found, name):
             continue
@@ -252,10 +313,9 @@ def rows(found: Sequence[Comparison], n: int, truth: Mapping[str, float]) -> Ite
             f"{coverage_of_zero(found, name)!s:20}",
             str(coverage_of_the_mean(found, name, truth[name])) if name in truth else "",
         ]
-        yield f"{figure.head:47}{n:>3}{len(pairs(found, name)):>9}  {''.join(cells)}".rstrip()
-    both = ("accuracy", "accuracy_at_equal_tokens")
-    yield f"{'either of the two accuracies, each for itself':47}{n:>3}{len(found):>9}  {any_called(found, both)}"
-    yield f"{'the verdict, which corrects both together':47}{n:>3}{len(found):>9}  {said(found)}"
+        yield f"{figure.head:49}{n:>3}{len(pairs(found, name)):>9}  {''.join(cells)}".rstrip()
+    yield f"{'any outcome, each for itself':49}{n:>3}{len(found):>9}  {each_for_itself(found)}"
+    yield f"{'the answer, which corrects all together':49}{n:>3}{len(found):>9}  {said(found)}"
     yield ""
 
 

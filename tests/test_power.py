@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from scipy import stats
 
 from aggcli.analysis.power import POWER, power_at, power_of, seeds_needed, smallest_difference
 from aggcli.analysis.statistics import holm, holm_levels, paired_test
+from tests.cli import aggcli, refused
+from tests.test_results import comparison
 
 
 def test_the_smallest_difference_of_two_seeds_is_that_of_the_cauchy_law():
@@ -66,3 +70,39 @@ def test_a_difference_planted_at_the_stated_size_is_shown_in_80_percent_of_compa
         assert tested.p is not None
         found += tested.p < level
     assert abs(found / 2000 - POWER) < 3.5 * math.sqrt(POWER * (1 - POWER) / 2000)
+
+
+# -- planning ---------------------------------------------------------------------------------------------------------
+
+
+def paired(folder: Path) -> list[Path]:
+    """Right rollouts of 100 in every step: prompt_mean is ahead by 0.08, 0.10 and 0.12, with a standard deviation of 0.02."""
+    return comparison(folder, {"sample_mean": [50, 51, 50], "prompt_mean": [58, 61, 62]})
+
+
+def test_the_plan_says_how_many_seeds_show_a_difference_at_the_level_of_this_comparison_and_alone(
+    tmp_path: Path, capsys
+) -> None:
+    runs = paired(tmp_path)
+    found = json.loads(aggcli(capsys, "compare", *runs, "--no-fit", "--plan", "0.02", "--json").out)
+    plan = found["plan"]
+    (one,) = plan["pairs"]
+    assert (plan["outcome"], plan["difference"], one["mode"], one["n"]) == ("accuracy", 0.02, "prompt_mean", 3)
+    own = next(row for row in found["outcomes"] if (row["outcome"], row["mode"]) == ("accuracy", "prompt_mean"))
+    spread = math.sqrt(3) * (own["difference_high"] - own["difference"]) / 4.302652729911275
+    assert one["std"] == pytest.approx(spread)
+    assert plan["level"] == pytest.approx(0.05 / plan["tests"])
+    for seeds, level in ((one["seeds"], plan["level"]), (one["seeds_alone"], 0.05)):
+        assert power_at(0.02, spread, seeds, level) >= 0.8 > power_at(0.02, spread, seeds - 1, level)
+    out = " ".join(aggcli(capsys, "compare", *runs, "--no-fit", "--plan", "0.02").out.split())
+    assert "Seeds that show a difference of 0.02 in accuracy in training rollouts, equal steps with 80 % power" in out
+    assert (
+        f"prompt_mean: {one['seeds']} seeds among 4 tests corrected by Holm, {one['seeds_alone']} seeds as the only test" in out
+    )
+
+
+def test_a_plan_that_cannot_be_is_refused(tmp_path: Path, capsys) -> None:
+    runs = paired(tmp_path)
+    assert "must be a difference above 0" in refused(aggcli(capsys, "compare", *runs, "--plan", "0"))
+    assert "is not in the comparison" in refused(aggcli(capsys, "compare", *runs, "--plan", "0.1", "--plan-outcome", "accurcy"))
+    assert "give the difference to plan for" in refused(aggcli(capsys, "compare", *runs, "--plan-outcome", "accuracy"))

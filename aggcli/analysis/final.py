@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aggcli.analysis.statistics import SHARE, interval, paired_difference
+from aggcli.analysis.outcomes import OUTCOMES
+from aggcli.analysis.statistics import interval, paired_difference
 
 FINAL = {
     "accuracy": "accuracy",
@@ -39,10 +40,11 @@ def final_summary(
     for mode in modes:
         metrics: dict[str, Any] = {}
         for field, name in FINAL.items():
-            own, bounds = values[mode, field], SHARE if field == "accuracy" else None
-            metrics[name] = dataclasses.asdict(interval(list(own.values()), bounds)) if own else None
+            own, outcome = values[mode, field], OUTCOMES[f"{name}_on_fresh_prompts"]
+            found = interval(list(own.values()), outcome.bounds, outcome.skewness) if own else None
+            metrics[name] = None if found is None else dataclasses.asdict(found)
             if own and mode != modes[0]:
-                difference = paired_difference(own, values[modes[0], field], bounds)
+                difference = paired_difference(own, values[modes[0], field], outcome.bounds)
                 metrics[name]["difference"] = None if difference is None else dataclasses.asdict(difference)
         summary["modes"][mode] = metrics
     summary["missing"] = [name for name, _, _ in runs if name not in evaluations]

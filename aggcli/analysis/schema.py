@@ -192,7 +192,12 @@ _SETTINGS = {
 }
 _INTERVAL = (
     Field("mean", BLANK, "mean", "seeds"),
-    Field("low", BLANK, "lower end of the 95 % Student-t interval; null for one seed", "seeds"),
+    Field(
+        "low",
+        BLANK,
+        "lower end of its 95 % interval by Student's t, of shares on the logit and of lengths on the log scale; null for one seed",
+        "seeds",
+    ),
     Field("high", BLANK, "upper end of it", "seeds"),
     Field("n", WHOLE, "number of seeds", "seeds", "seeds"),
 )

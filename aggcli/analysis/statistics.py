@@ -2,7 +2,9 @@
 
 The interval of a mean whose numbers have bounds is taken on a scale of the mean without them, so that it stays inside: for a
 share m the logit, logit(m) plus or minus t * se / (m (1 - m)); for what is never below 0, such as a length, the logarithm,
-log(m) plus or minus t * se / m. Both are Student's interval to first order (the delta method), and of the arithmetic mean. The
+log(m) plus or minus t * se / m. Both are Student's interval to first order (the delta method), and of the arithmetic mean.
+Where a mean is of a law that is known to be skewed, more than a few seeds can show, Student's t misses it too often on one
+side; then the interval is the one of Hall (1992, J. R. Stat. Soc. B 54, 221-228) for a skewness that is given beforehand. The
 difference of two shares lies within the distance of the bounds, where its interval is cut: it stays the one of the t-test.
 
 Decisions use the paired t-test at 5 %, corrected by Holm over all tests of a comparison. The exact sign-flip permutation
@@ -35,7 +37,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean over `n` seeds, with its 95 % Student-t interval; `low` and `high` are None where there is none."""
+    """Mean over `n` seeds, with its 95 % interval; `low` and `high` are None where there is none."""
 
     mean: float
     low: float | None
@@ -84,13 +86,14 @@ SHARE: Bounds = (0.0, 1.0)
 POSITIVE: Bounds = (0.0, math.inf)
 
 
-def interval(values: Sequence[float], bounds: Bounds | None = None) -> Interval:
-    """The mean of `values` (one a seed) and its Student-t interval, standard deviation with n-1.
+def interval(values: Sequence[float], bounds: Bounds | None = None, skewness: float = 0.0) -> Interval:
+    """The mean of `values` (one a seed) and its 95 % interval, standard deviation with n-1.
 
     `bounds`: what the numbers lie between by their meaning; the interval is then taken on the logit scale of the mean, or with
-    `POSITIVE` on its log scale, unless a number lies outside of them. One value has no interval, and equal ones (but for
-    rounding) have none either: an interval without width would claim that the next seed must come out the same. Raises
-    ValueError for no values.
+    `POSITIVE` on its log scale, unless a number lies outside of them. `skewness`: of the law that the numbers are drawn from,
+    with `POSITIVE` alone; then the log scale is for the lower bound only (see `_reaches`). One value has no interval, and equal
+    ones (but for rounding) have none either: an interval without width would claim that the next seed must come out the same.
+    Raises ValueError for no values.
     """
     n = len(values)
     if not n:
@@ -103,12 +106,28 @@ def interval(values: Sequence[float], bounds: Bounds | None = None) -> Interval:
     if bounds is None or not (bounds[0] <= min(values) and max(values) <= bounds[1]):
         return Interval(mean, mean - reach, mean + reach, n)
     if bounds == POSITIVE:
-        return Interval(mean, mean * math.exp(-reach / mean), mean * math.exp(min(reach / mean, _FURTHEST)), n)
+        down, up = (reach, mean * math.expm1(min(reach / mean, _FURTHEST)))
+        if skewness:
+            down, up = (spread * root for root in _reaches(n, skewness))
+        return Interval(mean, mean * math.exp(-down / mean), mean + up, n)
     width = bounds[1] - bounds[0]
     share = (mean - bounds[0]) / width
     reach /= width * share * (1 - share)
     low, high = (float(bounds[0] + width * expit(logit(share) + step)) for step in (-reach, reach))
     return Interval(mean, low, high, n)
+
+
+def _reaches(n: int, skewness: float) -> tuple[float, float]:
+    """How many standard errors an interval reaches down and up, for numbers of this skewness g.
+
+    With T = (mean - truth) / s, T + g T^2 / 3 + g^2 T^3 / 27 + g / (6 n) has nearly the law of Student's t over sqrt(n); the
+    interval is where that lies within its quantiles. Without skewness both are Student's t.
+    """
+    if not skewness:
+        return student_t(n - 1), student_t(n - 1)
+    ends = (side * student_t(n - 1) / math.sqrt(n) - skewness / (6 * n) for side in (1, -1))
+    down, up = (3 * (math.cbrt(1 + skewness * end) - 1) / skewness for end in ends)
+    return down * math.sqrt(n), -up * math.sqrt(n)
 
 
 def cut(found: Interval, bounds: Bounds | None) -> Interval:

@@ -72,19 +72,21 @@ class Ranking:
 @dataclass(frozen=True)
 class Verdict:
     """The answer, and the lines under it: those of the rankings that could be made, or `remarks` (a heading and its lines)
-    where there is nothing to test. `warnings`: what stands before all of it.
+    where there is nothing to test. `warnings`: what stands before all of it; `plan`: how many seeds a difference takes, where
+    that was asked for.
     """
 
     answer: Answer
     rankings: tuple[Ranking, ...] = ()
     remarks: tuple[str, tuple[str, ...]] | None = None
     warnings: tuple[str, ...] = ()
+    plan: tuple[str, tuple[str, ...]] | None = None
 
     @property
     def lists(self) -> list[tuple[str, tuple[str, ...]]]:
         """Headings, each with its lines (one at least)."""
         told = [(one.heading, tuple(standing.text for standing in one.standings if standing.text)) for one in self.rankings]
-        return [one for one in (*told, self.remarks) if one is not None and one[1]]
+        return [one for one in (self.plan, *told, self.remarks) if one is not None and one[1]]
 
 
 def rankings_of(comparison: Comparison) -> tuple[Ranking, ...]:

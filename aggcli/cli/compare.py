@@ -26,7 +26,19 @@ from aggcli.cli.results import FORMATS, check_format, print_comparison
 from aggcli.config import flag
 from aggcli.errors import ExitCode, SettingError
 
-_WITH_DIRECTORIES = ("baseline", "format", "precision", "sort_by", "only_changed", "reach", "window", "fit", "axis")
+_WITH_DIRECTORIES = (
+    "baseline",
+    "format",
+    "precision",
+    "sort_by",
+    "only_changed",
+    "reach",
+    "window",
+    "fit",
+    "axis",
+    "plan",
+    "plan_outcome",
+)
 """Options of the comparison of results directories."""
 
 
@@ -90,6 +102,12 @@ def compare(
     axis: Annotated[
         str, _of_directories("--axis", "AXIS", "What curves are fitted by: tokens (default), steps or seconds.", _AXES)
     ] = "tokens",
+    plan: Annotated[
+        float | None, _of_directories("--plan", "X", "How many seeds show a difference of this size (80 % power).")
+    ] = None,
+    plan_outcome: Annotated[
+        str | None, _of_directories("--plan-outcome", "OUTCOME", "The outcome of --plan. Default: accuracy.", _outcomes)
+    ] = None,
 ) -> int:
     """Modes side by side: what results directories hold; or the same rollouts replayed under each, as `aggcli replay`; or, of
     neither, modes x seeds trained here, as `aggcli train`.
@@ -109,7 +127,7 @@ def compare(
         from aggcli.jobs.compare import compare as compared
 
         check_format(format)
-        options = ComparisonOptions(baseline, precision, sort_by, only_changed, reach, window, fit, axis)
+        options = ComparisonOptions(baseline, precision, sort_by, only_changed, reach, window, fit, axis, plan, plan_outcome)
         print_comparison(compared(directories, options), "json" if json else format)
         return ExitCode.DONE
     if names := _asked_for(context, *_WITH_DIRECTORIES):

@@ -5,8 +5,9 @@ Nothing is run, and nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from aggcli.report.notebook import Shown
 if TYPE_CHECKING:
     import pandas as pd
 
+    from aggcli.analysis.plan import Plan
     from aggcli.analysis.study import Study
     from aggcli.report.comparison_rows import Row
 
@@ -28,7 +30,8 @@ class ComparisonOptions:
     `sort_by`: outcome by which the modes are sorted, best first; `only_changed`: only outcomes whose means differ; `reach`:
     accuracy of the row "tokens to accuracy", default nine tenths of the baseline's own way; `window`: share of the common
     range, at its end, that outcomes are means of, 0 for the last step alone; `fit`: fit compute-performance curves against
-    `axis`, default for up to `efficiency.MOST_FITS` runs. Raises `SettingError` for a value that cannot be.
+    `axis`, default for up to `efficiency.MOST_FITS` runs; `plan`: also how many seeds a difference of this size takes, in
+    `plan_outcome`, default success at equal steps. Raises `SettingError` for a value that cannot be.
     """
 
     baseline: str | None = None
@@ -39,6 +42,8 @@ class ComparisonOptions:
     window: float = 0.1
     fit: bool | None = None
     axis: str = "tokens"
+    plan: float | None = None
+    plan_outcome: str | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.precision <= 17:
@@ -47,18 +52,27 @@ class ComparisonOptions:
             raise SettingError(f"--reach {self.reach:g}: must be an accuracy above 0 and at most 1")
         if not 0 <= self.window <= 1:
             raise SettingError(f"--window {self.window:g}: must be a share of the common range, 0 to 1")
+        if self.plan is not None and not 0 < self.plan < math.inf:
+            raise SettingError(f"--plan {self.plan:g}: must be a difference above 0, in the unit of the outcome")
+        if self.plan_outcome is not None and self.plan is None:
+            raise SettingError(
+                "--plan-outcome: names the outcome of --plan; give the difference to plan for, such as --plan 0.01"
+            )
         if self.axis not in AXES:
             raise SettingError(f"--axis {self.axis}: is not known{nearest(self.axis, AXES)}")
 
 
 @dataclass(frozen=True)
 class ComparisonResult(Shown):
-    """What a comparison of recorded runs found. `rows`: those of its table; `notes`: what is to be known of the runs."""
+    """What a comparison of recorded runs found. `rows`: those of its table; `notes`: what is to be known of the runs; `plan`:
+    the seeds that a difference takes, where it was asked for.
+    """
 
     options: ComparisonOptions
     study: Study
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    plan: Plan | None = None
 
     @property
     def answer(self) -> list[str]:
@@ -110,6 +124,7 @@ class ComparisonResult(Shown):
             "modes": list(comparison.labels),
             "answer": self.answer,
             "verdict": verdict_json(study.verdict),
+            **({} if self.plan is None else {"plan": asdict(self.plan)}),
             "outcomes": json_rows(self.rows),
             "length_unit": comparison.length_unit,
             "reach": comparison.reach,
@@ -142,4 +157,20 @@ def compare(directories: Sequence[Path], options: ComparisonOptions | None = Non
     silent = without_steps(directories, read)
     found = study(read, asked.baseline, silent=silent, window=asked.window, reach=asked.reach, fit=asked.fit, axis=asked.axis)
     rows = rows_of(found.comparison, asked.precision, asked.sort_by, only_changed=asked.only_changed)
-    return ComparisonResult(asked, found, (*rows, *curve_rows(found.curves)), (*notes, *found.notes))
+    plan = None if asked.plan is None else _planned(found, asked.plan, asked.plan_outcome)
+    if plan is not None:
+        found = replace(found, verdict=replace(found.verdict, plan=(plan.heading, plan.lines)))
+    return ComparisonResult(asked, found, (*rows, *curve_rows(found.curves)), (*notes, *found.notes), plan)
+
+
+def _planned(found: Study, difference: float, outcome: str | None) -> Plan:
+    from aggcli.analysis.plan import plan_of
+
+    if found.recorded:
+        raise SettingError(
+            "--plan: recorded rollouts are not left to chance, so no seeds show more of them; compare trained runs"
+        )
+    rankings = found.verdict.rankings
+    if outcome is None and not rankings:
+        raise SettingError("--plan: no success of two modes was recorded here; name another outcome with --plan-outcome")
+    return plan_of(found.comparison, difference, outcome or rankings[0].outcome)

@@ -11,7 +11,7 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from aggcli.analysis.outcomes import COUNTED
+from aggcli.analysis.outcomes import COUNTED, OUTCOMES, SKEWNESS
 from aggcli.analysis.power import MOST_SEEDS
 from aggcli.analysis.statistics import RESAMPLES
 from aggcli.measurement.words import listed, number, plural, signed
@@ -107,7 +107,7 @@ def caption(rows: Sequence[Row], precision: int, *, tests: int = 0, iqm: bool = 
     own_means = [_OWN_MEANS] if any(_has_own_means(row, rows, precision) for row in rows) else []
     if all(row.n == 1 for row in rows):
         return " ".join(["One seed: no interval.", *own_means, *_level(rows, reach)])
-    said = ["Mean [95 % Student-t interval over seeds]; differences are paired by seed."]
+    said = ["Mean [95 % interval over seeds, by Student's t]; differences are paired by seed."]
     said += [*_bounded(rows), *_logarithmic(rows), *own_means]
     tested = [row for row in rows if row.p_holm is not None]
     if tested:
@@ -159,6 +159,8 @@ def _bounded(rows: Sequence[Row]) -> list[str]:
     counted = [unit for unit in COUNTED if any(row.low is not None and row.low > 0 and row.unit == unit for row in rows)]
     if counted:
         said.append(f"Of means in {listed(counted)}: on the log scale of the mean, so that it stays above 0.")
+    if any(row.high is not None and OUTCOMES[row.outcome].skewness for row in rows if row.outcome in OUTCOMES):
+        said.append(f"Of the length of correct responses: Hall's interval for a skewness of {SKEWNESS:g}, longer to above.")
     if any(row.difference_low is not None for row in own):
         said.append("Intervals of differences of shares are cut at -1 and 1.")
     return said

@@ -102,7 +102,7 @@ def final_table(directory: str, final: Mapping[str, Any]) -> Markup:
                 )
     what = "on fresh prompts" if any("accuracy" in metrics for metrics in final["modes"].values()) else "at the last step"
     of = f" of {directory}" if directory else ""
-    text = f"After training{of}, {what}: mean [95 % Student-t interval over seeds] and difference to {baseline}"
+    text = f"After training{of}, {what}: mean [95 % interval over seeds] and difference to {baseline}"
     return table(text, ["metric", "mode", "seeds", "mean", "difference"], body, [str(row[0]) for row in body])
 
 

@@ -42,7 +42,7 @@ def last_step_table(summary: Mapping[str, Any]) -> Table:
 
 def _caption(summary: Mapping[str, Any]) -> str:
     counts = {metrics["accuracy"]["n"] for metrics in summary["modes"].values() if metrics["accuracy"]}
-    several = "mean [95 % Student-t interval over seeds], differences paired by seed"
+    several = "mean [95 % interval over seeds], differences paired by seed"
     seeds = "one seed: no interval" if counts == {1} else several
     missing = f"; without {', '.join(summary['missing'])}" if summary["missing"] else ""
     return f"on fresh prompts, lengths in tokens; {seeds}{missing}"

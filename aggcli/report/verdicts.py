@@ -43,8 +43,8 @@ def uncertainty(findings: Findings) -> list[str]:
     if findings.seeds == 1:
         return said
     said.append(
-        "Differences are paired by seed; brackets are 95 % Student-t intervals; p is the paired t-test's, corrected by Holm"
-        " over the pairs."
+        "Differences are paired by seed; brackets are 95 % intervals, each for itself; p is the paired t-test's, corrected by"
+        " Holm over all outcomes and modes."
     )
     if not any(ranking.shown for ranking in findings.verdict.rankings):
         said.append("No difference shown does not mean that there is none: the intervals say how large it may still be.")
