@@ -68,7 +68,6 @@ PLANTED = 500
 PLANTED_IN = {
     "accuracy_on_fresh_prompts": "fresh/accuracy",
     "response_length_on_fresh_prompts": "fresh/response_length",
-    "incorrect/response_length_on_fresh_prompts": "fresh/incorrect_response_length",
 }
 """Outcome that a difference is planted in, and the number of an evaluation that it is."""
 OF_ANOTHER_ARM = ("accuracy_at_equal_tokens", "raw_reward_at_equal_tokens")
@@ -256,16 +255,13 @@ def drawn(figure: str, values: Sequence[float], n: int) -> Drawn:
 
 
 def by_hand(figure: str, mean: Any, error: Any, n: int) -> tuple[Any, Any]:
-    """The interval of a figure, of means and their standard errors: logit for shares, log for the rest, Hall's where skewed."""
+    """The interval of a figure, of means and their standard errors: logit for shares, log for the rest, longer where skewed."""
     outcome, reach = OUTCOMES[figure], stats.t.ppf(1 - LEVEL / 2, n - 1)
     if outcome.bounds == SHARE:
         centre, step = np.log(mean / (1 - mean)), reach * error / (mean * (1 - mean))
         return 1 / (1 + np.exp(step - centre)), 1 / (1 + np.exp(-step - centre))
-    if not outcome.skewness:
-        return mean * np.exp(-reach * error / mean), mean * np.exp(reach * error / mean)
-    g = outcome.skewness
-    down, up = (3 * np.sqrt(n) / g * (np.cbrt(1 + g * side * reach / np.sqrt(n) - g * g / (6 * n)) - 1) for side in (1.0, -1.0))
-    return mean * np.exp(-down * error / mean), mean - up * error
+    up = stats.t.ppf(0.995, n - 1) if outcome.skewed else reach
+    return mean * np.exp(-reach * error / mean), mean * np.exp(up * error / mean)
 
 
 # -- what is printed ------------------------------------------------------------------------------------------------

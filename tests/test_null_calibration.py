@@ -1,10 +1,9 @@
 """The statistics of `compare` on real runs that differ in nothing but their seed: a difference may be called in 5 % only.
 
-480 runs of three steps are trained, recorded and read back by the functions of `experiments/05-null-calibration.py`, which does
-the same at length. They make 80 comparisons of 3 seeds against 3 others, all disjoint, so the counts follow a binomial law. The
-seeds are fixed. Were they drawn afresh, a right tool would fail one of the four checks by chance in less than 0.2 % of draws
-(0.016 % each of the two that count false positives, 0.071 % each of the two that count intervals): each refuses what lies
-outside the middle 99.9 % of the law.
+480 runs of three steps are trained, evaluated, recorded and read back by the functions of `experiments/05-null-calibration.py`,
+which does the same at length. They make 80 comparisons of 3 seeds against 3 others, all disjoint, so the counts follow a
+binomial law. The seeds are fixed. Were they drawn afresh, a right tool would fail a check by chance in 0.1 % of draws at most:
+each refuses what lies outside the middle 99.9 % of the law.
 """
 
 from __future__ import annotations
@@ -78,6 +77,21 @@ def test_intervals_of_three_seeds_hold_the_mean_of_all_runs_in_95_percent(pool: 
     count = experiment.coverage_of_the_mean(experiment.compared(pool, SEEDS, window=WINDOW), figure, truth)
     values_AS = np.reshape(experiment.values_of_all(pool, WINDOW)[figure], (-1, SEEDS))
     assert count.trials == (np.ptp(values_AS, axis=1) > 0).sum() >= 0.95 * RUNS // SEEDS, "equal values have no interval"
+    assert _is_within(count), str(count)
+
+
+def test_an_answer_says_a_difference_in_any_outcome_in_5_percent_of_comparisons_at_most(pool: list[History]) -> None:
+    found = experiment.compared(pool, SEEDS, window=WINDOW)
+    assert {one.tests for one in found} <= {9, 10, 11, 12}, "all outcomes are tested that both arms have"
+    count = experiment.said(found)
+    assert count.hits <= count.band(CONFIDENCE)[1], str(count)
+    uncorrected = experiment.each_for_itself(found)
+    assert uncorrected.hits > uncorrected.band(CONFIDENCE)[1], "what the correction is for"
+
+
+def test_a_difference_planted_at_the_stated_size_is_shown_in_80_percent_of_comparisons(pool: list[History]) -> None:
+    count = experiment.planted(pool, SEEDS, "accuracy_on_fresh_prompts", trials=200)
+    assert count.trials >= 195
     assert _is_within(count), str(count)
 
 

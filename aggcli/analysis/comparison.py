@@ -180,7 +180,7 @@ def arms_of(runs: Sequence[History], baseline: str | None) -> dict[str, list[His
 def estimate_of(outcome: Outcome, label: str, values: Mapping[int, float], common: Common | None) -> Estimate:
     """The estimate of an arm's values of an outcome, one a seed (at least one)."""
     own = list(values.values())
-    found = interval(own, outcome.bounds, outcome.skewness)
+    found = interval(own, outcome.bounds, skewed=outcome.skewed)
     return Estimate(label, values, found.mean, standard_deviation(own), found.low, found.high, interquartile_mean(own), common)
 
 

@@ -41,7 +41,7 @@ def final_summary(
         metrics: dict[str, Any] = {}
         for field, name in FINAL.items():
             own, outcome = values[mode, field], OUTCOMES[f"{name}_on_fresh_prompts"]
-            found = interval(list(own.values()), outcome.bounds, outcome.skewness) if own else None
+            found = interval(list(own.values()), outcome.bounds, skewed=outcome.skewed) if own else None
             metrics[name] = None if found is None else dataclasses.asdict(found)
             if own and mode != modes[0]:
                 difference = paired_difference(own, values[modes[0], field], outcome.bounds)

@@ -195,7 +195,7 @@ _INTERVAL = (
     Field(
         "low",
         BLANK,
-        "lower end of its 95 % interval by Student's t, of shares on the logit and of lengths on the log scale; null for one seed",
+        "lower end of its 95 % interval, of shares on the logit and of lengths on the log scale; null for one seed",
         "seeds",
     ),
     Field("high", BLANK, "upper end of it", "seeds"),

@@ -3,8 +3,8 @@
 The interval of a mean whose numbers have bounds is taken on a scale of the mean without them, so that it stays inside: for a
 share m the logit, logit(m) plus or minus t * se / (m (1 - m)); for what is never below 0, such as a length, the logarithm,
 log(m) plus or minus t * se / m. Both are Student's interval to first order (the delta method), and of the arithmetic mean.
-Where a mean is of a law that is known to be skewed, more than a few seeds can show, Student's t misses it too often on one
-side; then the interval is the one of Hall (1992, J. R. Stat. Soc. B 54, 221-228) for a skewness that is given beforehand. The
+Where a law is known to be skewed to above, more than a few seeds can show, such an interval lies below its mean too often; then
+it reaches up to the 99.5 % quantile of Student's t instead of 97.5 %, so that it would cover 97 % of a law without skew. The
 difference of two shares lies within the distance of the bounds, where its interval is cut: it stays the one of the t-test.
 
 Decisions use the paired t-test at 5 %, corrected by Holm over all tests of a comparison. The exact sign-flip permutation
@@ -29,6 +29,8 @@ ALPHA = 1 - CONFIDENCE
 """A difference is called shown where its corrected p is below this."""
 RESAMPLES = 2**14
 """Sign flips are enumerated up to this many, that is up to 14 seeds; beyond, this many are drawn, from a fixed seed."""
+_UPPER = 0.995
+"""Quantile that the interval of a skewed law reaches up to."""
 _FURTHEST = 300.0
 """No interval on a log scale reaches further up, which no number could hold."""
 _ROUNDING = 1e-12
@@ -86,14 +88,13 @@ SHARE: Bounds = (0.0, 1.0)
 POSITIVE: Bounds = (0.0, math.inf)
 
 
-def interval(values: Sequence[float], bounds: Bounds | None = None, skewness: float = 0.0) -> Interval:
+def interval(values: Sequence[float], bounds: Bounds | None = None, *, skewed: bool = False) -> Interval:
     """The mean of `values` (one a seed) and its 95 % interval, standard deviation with n-1.
 
     `bounds`: what the numbers lie between by their meaning; the interval is then taken on the logit scale of the mean, or with
-    `POSITIVE` on its log scale, unless a number lies outside of them. `skewness`: of the law that the numbers are drawn from,
-    with `POSITIVE` alone; then the log scale is for the lower bound only (see `_reaches`). One value has no interval, and equal
-    ones (but for rounding) have none either: an interval without width would claim that the next seed must come out the same.
-    Raises ValueError for no values.
+    `POSITIVE` on its log scale, unless a number lies outside of them. `skewed`: with `POSITIVE`, the law of the numbers has a
+    long upper end. One value has no interval, and equal ones (but for rounding) have none either: an interval without width
+    would claim that the next seed must come out the same. Raises ValueError for no values.
     """
     n = len(values)
     if not n:
@@ -106,28 +107,13 @@ def interval(values: Sequence[float], bounds: Bounds | None = None, skewness: fl
     if bounds is None or not (bounds[0] <= min(values) and max(values) <= bounds[1]):
         return Interval(mean, mean - reach, mean + reach, n)
     if bounds == POSITIVE:
-        down, up = (reach, mean * math.expm1(min(reach / mean, _FURTHEST)))
-        if skewness:
-            down, up = (spread * root for root in _reaches(n, skewness))
-        return Interval(mean, mean * math.exp(-down / mean), mean + up, n)
+        up = float(stdtrit(n - 1, _UPPER)) * spread if skewed else reach
+        return Interval(mean, mean * math.exp(-reach / mean), mean * math.exp(min(up / mean, _FURTHEST)), n)
     width = bounds[1] - bounds[0]
     share = (mean - bounds[0]) / width
     reach /= width * share * (1 - share)
     low, high = (float(bounds[0] + width * expit(logit(share) + step)) for step in (-reach, reach))
     return Interval(mean, low, high, n)
-
-
-def _reaches(n: int, skewness: float) -> tuple[float, float]:
-    """How many standard errors an interval reaches down and up, for numbers of this skewness g.
-
-    With T = (mean - truth) / s, T + g T^2 / 3 + g^2 T^3 / 27 + g / (6 n) has nearly the law of Student's t over sqrt(n); the
-    interval is where that lies within its quantiles. Without skewness both are Student's t.
-    """
-    if not skewness:
-        return student_t(n - 1), student_t(n - 1)
-    ends = (side * student_t(n - 1) / math.sqrt(n) - skewness / (6 * n) for side in (1, -1))
-    down, up = (3 * (math.cbrt(1 + skewness * end) - 1) / skewness for end in ends)
-    return down * math.sqrt(n), -up * math.sqrt(n)
 
 
 def cut(found: Interval, bounds: Bounds | None) -> Interval:

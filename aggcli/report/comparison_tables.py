@@ -11,7 +11,7 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from aggcli.analysis.outcomes import COUNTED, OUTCOMES, SKEWNESS
+from aggcli.analysis.outcomes import COUNTED, OUTCOMES
 from aggcli.analysis.power import MOST_SEEDS
 from aggcli.analysis.statistics import RESAMPLES
 from aggcli.measurement.words import listed, number, plural, signed
@@ -159,8 +159,8 @@ def _bounded(rows: Sequence[Row]) -> list[str]:
     counted = [unit for unit in COUNTED if any(row.low is not None and row.low > 0 and row.unit == unit for row in rows)]
     if counted:
         said.append(f"Of means in {listed(counted)}: on the log scale of the mean, so that it stays above 0.")
-    if any(row.high is not None and OUTCOMES[row.outcome].skewness for row in rows if row.outcome in OUTCOMES):
-        said.append(f"Of the length of correct responses: Hall's interval for a skewness of {SKEWNESS:g}, longer to above.")
+    if any(row.high is not None and OUTCOMES[row.outcome].skewed for row in rows if row.outcome in OUTCOMES):
+        said.append("Of the length of correct responses, whose law over runs is skewed: up to the 99.5 % quantile, not 97.5 %.")
     if any(row.difference_low is not None for row in own):
         said.append("Intervals of differences of shares are cut at -1 and 1.")
     return said
