@@ -31,7 +31,7 @@ def demo(
 
     replayed, trained = output / "replay", output / "train"
     say(f"replaying the example: aggcli replay example --output {replayed}")
-    aggcli.replay("example", output=replayed, overwrite=overwrite)
+    example = aggcli.replay("example", output=replayed, overwrite=overwrite)
     say(f"training: aggcli train --steps {STEPS} --output {trained}")
     aggcli.train(steps=STEPS, output=trained, overwrite=overwrite)
     pages = {}
@@ -43,9 +43,9 @@ def demo(
         from aggcli.records import to_json
 
         shown = {name: str(page) for name, page in pages.items()}
-        print(to_json({"schema": 1, "pages": shown, "compared": compared.as_json()}))
+        print(to_json({"schema": 1, "pages": shown, "replay": example.as_json(), "train": compared.as_json()}))
         return
     for name, page in pages.items():
         print(printable(f"{name}: {page}"))
-    print()
-    print(folded(compared.verdict[0], out().width))
+    for answer in (example.answer.text, " ".join(compared.answer)):
+        print(f"\n{folded(answer, out().width)}")
