@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from aggcli.config import SourceConfig
+from aggcli.rollouts import parquet, trl
+from aggcli.rollouts.sources import open_source
 from tests.cli import aggcli, exactly, refused, write_jsonl
 from tests.fixtures import sample
 
@@ -68,6 +72,35 @@ def test_completions_of_two_steps_are_two_steps_in_their_own_order(tmp_path: Pat
         "step 1 (completions.parquet, step 11)",
     ]
     assert all(value.get("pass@4") is None and value["groups"] == 1 for value in values)
+
+
+@pytest.mark.parametrize(("rows_of_group", "read"), [(2, [2, 4, 6]), (1, [2, 4, 6]), (3, [4, 6, 6])])
+def test_row_groups_of_one_step_each_are_read_in_the_order_of_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_of_group: int, read: list[int]
+) -> None:
+    """Steps 12, 10, 11 in the file, two rows each: two rows are read before the first step is there, where no row group holds
+    rows of two steps; else four, in the file's order. Either way the first row of step 10 is the one of 2 characters."""
+    path = completions(tmp_path, [12, 12, 10, 10, 11, 11], [6, 7, 2, 3, 4, 5], [0.5, -0.5] * 3)
+    pq.write_table(pq.read_table(path), path, row_group_size=rows_of_group)
+    taken = 0
+
+    def counted(path: Path, wanted: Collection[str], *row_groups: Any) -> Iterator[dict[str, Any]]:
+        nonlocal taken
+        for row in parquet.parquet_rows(path, wanted, *row_groups):
+            taken += len(wanted) > 1
+            yield row
+
+    monkeypatch.setattr(trl, "parquet_rows", counted)
+    found = [(taken, batch.name, batch.response_length_S.tolist()) for batch in open_source(SourceConfig((str(path),)), 0)]
+    names = [f"step {at} (completions.parquet, step {step})" for at, step in enumerate((10, 11, 12))]
+    assert found == list(zip(read, names, ([2, 3], [4, 5], [6, 7]), strict=True))
+
+
+def test_a_row_group_of_two_steps_leaves_every_step_its_rows_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """Groups of steps 11 11, 10 11, 10 10: step 11 has the rows of 6, 7 and 8 characters in that order."""
+    path = completions(tmp_path, [11, 11, 10, 11, 10, 10], [6, 7, 2, 8, 3, 4], [0.5, -0.5] * 3)
+    pq.write_table(pq.read_table(path), path, row_group_size=2)
+    assert [batch.response_length_S.tolist() for batch in open_source(SourceConfig((str(path),)), 0)] == [[2, 3, 4], [6, 7, 8]]
 
 
 def test_verl_rows_of_several_steps_are_several_steps_and_9_comes_before_10(tmp_path: Path, capsys: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 
 from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError
+from aggcli.jobs import replay as replaying
 from aggcli.rollouts.jsonl import read_jsonl
 from aggcli.rollouts.slime import read_slime
-from aggcli.rollouts.sources import detect_format, open_source
+from aggcli.rollouts.sources import RecordedSource, detect_format, open_source
 from tests.cli import aggcli, refused, write_jsonl
 from tests.fixtures import fx_b
 
@@ -105,6 +107,29 @@ def test_a_source_reads_again_when_iterated_again_and_reads_nothing_ahead(tmp_pa
     assert next(iter(source)).num_samples == 1  # b.jsonl, which is bad, is not read yet
     jsonl(tmp_path, LINE + '{"response_length": 4, "rollout_id": 1}')
     assert next(iter(source)).num_samples == 2
+
+
+def test_a_step_is_let_go_when_the_next_is_asked_for() -> None:
+    steps = iter(open_source(SourceConfig(rollouts=("example",)), 0))
+    first = weakref.ref(next(steps).loss_mask_T)
+    second = next(steps)
+    assert first() is None
+    assert second.name == "step 1 (train_1.pt)"
+
+
+@pytest.mark.parametrize(("kept", "reads"), [(56_820, 3), (56_819, 6), (0, 6)])
+def test_steps_that_fit_together_into_a_bounded_memory_are_read_once_and_others_twice(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, kept: int, reads: int
+) -> None:
+    """The three steps of the example: 1,396 tokens of 33 bytes (a mask, three log-probabilities, an advantage) and 192 samples
+    of 56 (lengths, ids, a reward); the numbers are the same either way."""
+    asked = ("compare", "--rollouts", "example", "--modes", "token_mean", "--json", "--output", tmp_path / "o", "--overwrite")
+    losses = [step["modes"]["token_mean"]["pg_loss"] for step in aggcli(capsys, *asked).steps]
+    read, count = RecordedSource._read, []
+    monkeypatch.setattr(RecordedSource, "_read", lambda *given: count.append(1) or read(*given))
+    monkeypatch.setattr(replaying, "KEPT", kept)
+    assert [step["modes"]["token_mean"]["pg_loss"] for step in aggcli(capsys, *asked).steps] == losses
+    assert len(count) == reads
 
 
 def test_source_options_reach_the_reader(tmp_path: Path) -> None:

@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.measurement.report import StepReport
     from aggcli.rollouts.batch import RolloutBatch
+    from aggcli.rollouts.sources import Source
     from aggcli.run_writer import RunWriter
     from aggcli.sinks import Sinks
     from aggcli.world import World
 
 MOST_NOTES = 12
+KEPT = 2**28
+"""Bytes of arrays up to which the steps of a source stay in memory from the first look at them to their replay."""
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
 
 
@@ -137,11 +140,13 @@ def _prepare(
     from aggcli.rollouts.sources import open_source
 
     config = request.config
-    source = None if given is not None else open_source(config.source, config.seed)
-    batches: Any = given if given is not None else source
-    if source is not None and len(source) == 1:
-        batches = list(source)
-    seen = [(batch.length_unit, int(batch.response_length_S.max())) for batch in batches]
+    if given is None:
+        source = open_source(config.source, config.seed)
+        batches, seen = _looked_through(source, len(source) == 1)
+        origin = {"rollouts": source.name, "format": source.format}
+    else:
+        batches, seen = _looked_through(given, is_kept=True)
+        origin = {"rollouts": "batches given in memory", "format": "batches"}
     unit = _one_length_unit([unit for unit, _ in seen])
     longest = config.max_response_length or max(length for _, length in seen)
     config = _with_divisor(config, request, longest)
@@ -153,8 +158,7 @@ def _prepare(
         modes = ()
     head = {
         "command": request.command,
-        "rollouts": "batches given in memory" if source is None else source.name,
-        "format": "batches" if source is None else source.format,
+        **origin,
         "modes": [*names_of(modes), *([CUSTOM.name] if path else [])],
         "metric_rules": {
             rule.name: weighing_of(rule, config.objective).names.as_json() for rule in (*modes, *([CUSTOM] if path else []))
@@ -165,6 +169,26 @@ def _prepare(
         "settings": to_flat(config),
     }
     return Replay(config, modes, request.lenient, max(longest, 1), reducer, world), batches, head
+
+
+def _looked_through(
+    batches: Sequence[RolloutBatch] | Source, is_kept: bool
+) -> tuple[Sequence[RolloutBatch] | Source, list[tuple[str, int]]]:
+    """The batches to replay, and the unit and the longest response of each, which settings need before the first is measured.
+
+    Batches `is_kept`, or that take no more than `KEPT` bytes together, are read once; of others one is in memory at a time, and
+    each is read again.
+    """
+    kept: list[RolloutBatch] = []
+    held, seen = 0, []
+    for batch in batches:
+        seen.append((batch.length_unit, int(batch.response_length_S.max())))
+        kept.append(batch.derived(token_ids_U=None))  # nothing in a replay reads the ids
+        held += kept[-1].nbytes
+        del batch  # which would be in memory while the next is made
+        if not is_kept and held > KEPT:
+            kept.clear()
+    return kept or batches, seen
 
 
 def _one_length_unit(units: Sequence[str]) -> str:

@@ -143,7 +143,7 @@ def with_advantages(batch: RolloutBatch, objective: ObjectiveConfig) -> tuple[Te
     if (batch.group_S == NO_GROUP).all():
         return None, "none: needs advantage or group_index (--group-size groups consecutive rollouts)"
     advantage_S = group_advantages(batch.reward_S, batch.rollout_S, batch.group_S, divide_by_std=divide)
-    made_T = torch.repeat_interleave(advantage_S, batch.response_length_S, output_size=batch.loss_mask_T.numel())
+    made_T = Spread(advantage_S, batch.response_length_S, None).whole()
     form = "(reward - group mean) / (std + 1e-6), std with n-1" if divide else "reward - group mean, no std"
     return made_T, f"from rewards: {form}{groups}"
 

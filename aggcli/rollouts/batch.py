@@ -110,6 +110,11 @@ class RolloutBatch:
         return self.response_length_S.numel()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+    @property
     def token_fields(self) -> dict[str, Tensor]:
         """The optional per-token fields that this batch has."""
         present = {field: getattr(self, field) for field in TOKEN_FIELDS}
@@ -269,8 +274,8 @@ class Spread:
 
     def whole(self) -> Tensor:
         """The array, [T]."""
-        if self.mask_T is None:
-            return torch.repeat_interleave(self.value_S, self.response_length_S)
+        if self.mask_T is None:  # positions of 4 bytes each are half of what torch makes of its own accord
+            return self.value_S.index_select(0, torch.repeat_interleave(self.response_length_S.int()))
         length_S = torch.nn.functional.pad(self.response_length_S.int(), (1, 0))  # slot 0, of no tokens, is for the masked-out
         slot_T = torch.repeat_interleave(length_S, output_size=self.mask_T.numel()).mul_(self.mask_T)
         return torch.nn.functional.pad(self.value_S, (1, 0)).index_select(0, slot_T)

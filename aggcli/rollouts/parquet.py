@@ -44,8 +44,11 @@ def read(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
     return builder.build()
 
 
-def parquet_rows(path: Path, wanted: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file as dicts, some thousands in memory at a time; of the `wanted` columns that it has, or of all.
+def parquet_rows(
+    path: Path, wanted: Collection[str] | None = None, row_groups: Sequence[int] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file as dicts, some thousands in memory at a time; of the `wanted` columns that it has, or of all;
+    row group after row group, in the order of `row_groups` where one is given.
 
     Raises `RolloutError` for a damaged file, and for one that stands for far more than its size.
     """
@@ -53,7 +56,7 @@ def parquet_rows(path: Path, wanted: Collection[str] | None = None) -> Iterator[
         names = [name for name in dict.fromkeys(file.schema_arrow.names) if wanted is None or name in wanted]
         values = _check_size(path, sizes, names, size)
         rows = max(1, min(ROWS, VALUES * max(file.metadata.num_rows, 1) // max(values, 1)))
-        for batch in file.iter_batches(rows, columns=names):
+        for batch in file.iter_batches(rows, row_groups=row_groups, columns=names):
             batch.validate(full=True)
             columns = [_values(column) for column in batch.columns]
             yield from (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
@@ -88,6 +91,12 @@ def rows_of(path: Path) -> int:
     """The number of its rows."""
     with _opened(path) as (file, *_):
         return file.metadata.num_rows
+
+
+def rows_of_groups(path: Path) -> list[int]:
+    """The number of rows of each of its row groups."""
+    with _opened(path) as (file, *_):
+        return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
 
 
 def columns_of(path: Path) -> dict[str, bool]:

@@ -75,20 +75,20 @@ class RecordedSource:
 
     def __iter__(self) -> Iterator[RolloutBatch]:
         """Raises `RolloutError` for whatever is wrong with a file, and where lengths of two steps count different things."""
-        at, first = 0, None
+        at, first, unit = 0, "", ""  # of the first batch, which is not kept itself
         for step in self._steps:
             names = [f"step {at + i} ({label})" for i, label in enumerate(step.labels)]
             at += len(names)
             for batch in self._read(step, names):
-                first = first or batch
-                if batch.length_unit != first.length_unit:
+                notes = self._unused(step) if first else self._notes(step)
+                first, unit = first or batch.name, unit or batch.length_unit
+                if batch.length_unit != unit:
                     raise RolloutError(
-                        f"{batch.name} counts lengths in {unit_word(batch.length_unit)}, {first.name} in"
-                        f" {unit_word(first.length_unit)}: they cannot be put side by side; read them apart, or count both"
-                        " with --tokenizer"
+                        f"{batch.name} counts lengths in {unit_word(batch.length_unit)}, {first} in {unit_word(unit)}: they"
+                        " cannot be put side by side; read them apart, or count both with --tokenizer"
                     )
-                notes = self._notes(step) if batch is first else self._unused(step)
-                yield replace(batch, notes=(*notes, *batch.notes)) if notes else batch
+                yield batch.derived(notes=(*notes, *batch.notes))
+                del batch  # which would be in memory while the next is read
 
     def _notes(self, step: Step) -> list[str]:
         """What is said of the whole source, on its first batch."""

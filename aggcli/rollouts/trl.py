@@ -1,12 +1,13 @@
 """TRL's completions (`log_completions`): Parquet of `step`, `prompt`, `completion`, a column per reward, `advantage`.
 
 Texts, rewards and advantages only: lengths are counted from texts, rows are grouped by identical prompt. A file that holds
-several steps is read as several.
+several steps is read as several, each when its rows have been read: row groups of one step each are read in the steps' order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,9 @@ from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rollouts.fields import FieldError
-from aggcli.rollouts.parquet import parquet_rows, schema_of
+from aggcli.rollouts.parquet import parquet_rows, rows_of_groups, schema_of
 from aggcli.rollouts.steps import Part, Step
-from aggcli.rollouts.texts import PromptGroups, RewardColumns, batches, parts_of, text_lengths, text_of
+from aggcli.rollouts.texts import PromptGroups, RewardColumns, batches, parts_of, step_of, text_lengths, text_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -29,13 +30,29 @@ LACKS = "TRL's completions hold no token ids, masks or log-probabilities"
 def read(step: Step, names: Sequence[str], config: SourceConfig) -> Iterator[RolloutBatch]:
     """The batches of one file, one a step. Recorded advantages are kept; columns without a number stay out of the reward."""
     columns = _numbers(schema_of(step.path))
-    rows = ((None, row) for row in parquet_rows(step.path, (*OWN, *columns)))
+    rows = ((None, row) for row in parquet_rows(step.path, (*OWN, *columns), _row_groups(step)))
     yield from batches(step, names, rows, lambda name: _Completions(step.path, name, columns, config))
 
 
 def parts(path: Path) -> tuple[Part, ...]:
     """The steps of a file, where it holds several."""
     return parts_of(path, (row.get("step") for row in parquet_rows(path, ("step",))))
+
+
+def _row_groups(step: Step) -> list[int] | None:
+    """The row groups of a file of several steps, those of the first step first, so that one step is in memory at a time; None,
+    the file's own order, where a row group holds more than one step."""
+    if not step.parts:
+        return None
+    values = (row.get("step") for row in parquet_rows(step.path, ("step",)))
+    place: dict[int | str | None, int] = {part.key: at for at, part in enumerate(step.parts)}
+    found: list[int] = []
+    for rows in rows_of_groups(step.path):
+        held = {place.get(step_of(value), len(place)) for value in islice(values, rows)}
+        if len(held) > 1:
+            return None
+        found.append(min(held, default=0))
+    return sorted(range(len(found)), key=found.__getitem__)
 
 
 class _Completions:
