@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+from aggcli.analysis.final import final_summary
+from aggcli.analysis.histories import read_histories
+from aggcli.analysis.study import study
 from aggcli.errors import SettingError
+from aggcli.report.training_tables import training_table
 from tests.cli import compared_directories
 from tests.test_results import comparison, step, write_run
 
@@ -120,6 +124,23 @@ def test_evaluations_of_the_manifests_are_rows_paired_by_seed_and_the_verdict_at
         "1 of 6 differences from sample_mean under token_mean is shown: accuracy on fresh prompts (end) +0.11 [+0.0852, +0.135]"
         " (0.63 against 0.52)."
     )
+
+
+def test_the_table_after_training_marks_the_differences_that_the_answer_does_not_count(tmp_path: Path) -> None:
+    """Accuracy is ahead by 0.1, 0.12 and 0.11 (t = 19, p = 0.0027, six tests), wrong responses by 1, 1.1 and 0.6 (p = 0.03)."""
+    own = {
+        "sample_mean": [evaluation(0.5), evaluation(0.52), evaluation(0.54)],
+        "token_mean": [evaluation(0.6, 10.0), evaluation(0.64, 10.1), evaluation(0.65, 9.6)],
+    }
+    runs = evaluated(tmp_path, own)
+    comparison = study(read_histories(runs)[0], fit=False).comparison
+    names = [(f"{mode}/{seed}", mode, seed) for mode in own for seed in range(3)]
+    summary = final_summary(names, {name: own[mode][seed] for name, mode, seed in names})
+    table = training_table(summary, comparison)
+    cells = {str(column.header): list(column.cells)[-1] for column in table.columns}
+    assert cells["accuracy ↑"] == "+0.11\n[+0.0852, +0.135]"
+    assert cells["length, wrong"].startswith("~ +0.9\n[+0.")
+    assert "corrected by Holm over all 7 tests" in str(table.caption)
 
 
 def test_without_an_evaluation_of_every_run_none_is_compared_and_it_is_said(tmp_path: Path, capsys) -> None:

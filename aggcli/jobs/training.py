@@ -4,6 +4,7 @@ a world."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ from aggcli.report.notebook import Shown
 if TYPE_CHECKING:
     import pandas as pd
 
+    from aggcli.analysis.study import Study
     from aggcli.grid import Setup
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.rules import Rule
@@ -80,17 +82,40 @@ class TrainingResult(Shown):
         diverged = [text for share in self.shares for text in share.diverged]
         return f"{len(diverged)} of {len(self.runs)} runs diverged: {diverged[0]}" if diverged else ""
 
+    @functools.cached_property
+    def study(self) -> Study | None:
+        """What `aggcli compare DIR` finds in what was recorded; None where no step was."""
+        from aggcli.analysis.histories import read_histories, without_steps
+        from aggcli.analysis.study import study
+
+        try:
+            read, _ = read_histories([self.directory])
+            return study(read, silent=without_steps([self.directory], read))
+        except RecordError:
+            return None
+
+    @property
+    def answer(self) -> list[str]:
+        """The answer that `aggcli compare DIR` gives of what was recorded."""
+        return [] if self.study is None else list(self.study.verdict.answer.sentences)
+
     def as_json(self) -> dict[str, Any]:
         """What `--json` prints."""
         from aggcli.jobs.training_words import steps_json
 
-        return {"schema": 1, "results": str(self.directory), **self.summary, **steps_json(self.request, self.directory)}
+        head = {"schema": 1, "answer": self.answer, "results": str(self.directory)}
+        return {**head, **self.summary, **steps_json(self.request, self.directory)}
 
     def tables(self) -> list[Any]:
         """What the terminal shows."""
+        from aggcli.report.tables import answer_text
         from aggcli.report.training_tables import last_step_table, training_table
 
-        return [last_step_table(self.summary) if self.setup.task is None else training_table(self.summary)]
+        if self.setup.task is None:
+            table = last_step_table(self.summary)
+        else:
+            table = training_table(self.summary, None if self.study is None else self.study.comparison)
+        return [table] if self.study is None else [answer_text(self.study.verdict.answer), table]
 
 
 DEFAULT_SEEDS = 3

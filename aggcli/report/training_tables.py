@@ -7,8 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
+from aggcli.analysis.comparison import Comparison
 from aggcli.analysis.final import FINAL, LAST_STEP
 from aggcli.report.blocks import BlockTable
+from aggcli.report.comparison_tables import NO_DIFFERENCE
 
 _HEADS = {
     "accuracy": "accuracy ↑",
@@ -18,14 +20,19 @@ _HEADS = {
 }
 
 
-def training_table(summary: Mapping[str, Any]) -> Table:
-    """Final metrics of each mode as mean and 95 % interval over seeds, and the paired difference to the baseline."""
+_MARKED = "no difference shown (5 % or more by the paired t-test, corrected by Holm over all {tests} tests of the comparison)"
+
+
+def training_table(summary: Mapping[str, Any], comparison: Comparison | None = None) -> Table:
+    """Final metrics of each mode as mean and 95 % interval over seeds, and the paired difference to the baseline, marked where
+    the `comparison` of these runs shows none.
+    """
     heads = [_HEADS[name] for name in FINAL.values()]
-    table = BlockTable(["after training", *heads], numbers=heads, caption=_caption(summary))
+    table = BlockTable(["after training", *heads], numbers=heads, caption=_caption(summary, comparison))
     for mode, metrics in summary["modes"].items():
         table.add_row(mode, *(_interval(metrics[name]) for name in FINAL.values()))
         if mode != summary["baseline"]:
-            cells = [_difference(metrics[name]) for name in FINAL.values()]
+            cells = [_marked(_difference(metrics[name]), name, mode, comparison) for name in FINAL.values()]
             table.add_row(f"  minus {summary['baseline']}", *cells)
     return table
 
@@ -40,12 +47,21 @@ def last_step_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _caption(summary: Mapping[str, Any]) -> str:
+def _marked(cell: str, name: str, mode: str, comparison: Comparison | None) -> str:
+    """The cell of a difference, `~` before it where it was tested and not shown."""
+    of_arm = {} if comparison is None else comparison.outcomes.get(f"{name}_on_fresh_prompts", {})
+    pair = of_arm[mode].pair if mode in of_arm else None
+    hidden = cell and pair is not None and pair.test.p is not None and not pair.shown
+    return f"{NO_DIFFERENCE} {cell}" if hidden else cell
+
+
+def _caption(summary: Mapping[str, Any], comparison: Comparison | None) -> str:
     counts = {metrics["accuracy"]["n"] for metrics in summary["modes"].values() if metrics["accuracy"]}
     several = "mean [95 % interval over seeds], differences paired by seed"
     seeds = "one seed: no interval" if counts == {1} else several
     missing = f"; without {', '.join(summary['missing'])}" if summary["missing"] else ""
-    return f"on fresh prompts, lengths in tokens; {seeds}{missing}"
+    marks = "" if comparison is None or not comparison.tests else f"; {NO_DIFFERENCE}: {_MARKED.format(tests=comparison.tests)}"
+    return f"on fresh prompts, lengths in tokens; {seeds}{missing}{marks}"
 
 
 def _interval(metric: Mapping[str, Any] | None) -> str:

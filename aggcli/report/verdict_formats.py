@@ -11,8 +11,9 @@ from aggcli.report.folding import folded
 
 
 def verdict_text(found: Verdict, width: int) -> str:
-    """For the terminal: paragraphs, and lists that are indented; a line that goes on is indented further."""
-    blocks = [folded(one, width) for one in (*_warnings(found), found.answer.text)]
+    """For the terminal: paragraphs, of the answer a sentence a line, and lists, whose lines are indented."""
+    blocks = [folded(one, width) for one in _warnings(found)]
+    blocks.append("\n".join(folded(one, width) for one in found.answer.sentences))
     for heading, lines in found.lists:
         listed = [folded(line, width, "  ", "      ") for line in lines]
         blocks.append("\n".join([folded(f"{_sentence(heading)}:", width), *listed]))
