@@ -137,3 +137,17 @@ def test_results_that_are_removed_or_moved_while_a_run_goes_on_are_noticed_at_th
     assert process.returncode == 2, said
     assert "was removed or moved while it was being written; the run ends here" in said.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_replay_that_died_before_its_first_run_was_opened_is_still_aggclis_own(
+    capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    command = ["compare", "--rollouts", "example", "--modes", "token_mean", "--output", str(tmp_path / "new")]
+    with monkeypatch.context() as patch:
+        patch.setattr("aggcli.sinks.Sinks.__init__", interrupted)
+        assert aggcli(capsys, *command).code == 130
+    assert (tmp_path / "new").is_dir()
+    assert aggcli(capsys, *command, "--overwrite").code == 0

@@ -306,7 +306,7 @@ class Recorder:
         from aggcli.run_writer import end_all, say_status
 
         endings = [functools.partial(writer.__exit__, kind, error, trace) for writer in self.writers.values()]
-        if self.directory is not None and self.request.command == "compare":
+        if self.directory is not None and self.recorded and self.request.command == "compare":
             endings.append(functools.partial(say_status, self.directory, self._comparison(), error))
         end_all(endings, error)
 
