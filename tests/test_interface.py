@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import aggcli
 from aggcli.errors import RolloutError, SettingError
@@ -18,13 +21,14 @@ from tests.fixtures import batch_of, fx_b
 README = Path(__file__).parent.parent / "README.md"
 
 
-def notebook() -> str:
-    """The script of the README, as it stands there."""
-    return README.read_text().split("```python\n")[1].split("```")[0]
+def python_of_the_readme(said: str) -> str:
+    """The block of Python in the README that says this, as it stands there."""
+    (block,) = [text for text in README.read_text().split("```python\n")[1:] if said in text.split("```")[0]]
+    return block.split("```")[0]
 
 
 def test_the_script_of_the_readme_replays_audits_trains_compares_and_plots(tmp_path: Path) -> None:
-    script = notebook()
+    script = python_of_the_readme("import aggcli")
     assert len(script.splitlines()) < 25
     assert [line for line in script.splitlines() if "import" in line] == ["import aggcli"]
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -32,6 +36,33 @@ def test_the_script_of_the_readme_replays_audits_trains_compares_and_plots(tmp_p
     assert "token_mean  invariant" in " ".join(done.stdout.split()).replace("token_mean invariant", "token_mean  invariant")
     assert "trl:bnpo varies" in " ".join(done.stdout.split())
     assert (tmp_path / "results" / "notebook" / "figures" / "report.html").stat().st_size > 10_000
+
+
+def test_the_writer_of_the_readme_has_six_lines_and_what_it_writes_is_read_to_the_numbers_worked_out_by_hand(tmp_path) -> None:
+    """FX-B without a deviation in the advantages: -0.025 and 2.75/16; a fully masked sample beside it, NaN under its mask,
+    counts in N and gives nothing: 4/5 of -0.025."""
+    script = python_of_the_readme("def write_rollouts")
+    lines = [line for line in script.splitlines() if line and not line.startswith("import")]
+    assert len(lines) == 6
+    made: dict[str, Any] = {}
+    exec(script, made)
+    samples = [{"prompt": row["group_index"], "loss_mask": torch.ones(row["response_length"]), **row} for row in fx_b()]
+    for sample in samples:
+        sample["log_probs"] = torch.tensor(sample["log_probs"], dtype=torch.float64)
+    made["write_rollouts"](tmp_path / "0.jsonl", samples)
+    masked = {"prompt": 1, "reward": 0.5, "loss_mask": [0, 0], "log_probs": [math.nan] * 2, "old_log_probs": [0.0, 0.0]}
+    made["write_rollouts"](tmp_path / "1.jsonl", [*samples, masked])
+    found = aggcli.replay(tmp_path, ["sample_mean", "token_mean"], ["dp1"], advantages="mean_only")
+    losses = found.metrics.pivot(index="step", columns="mode", values="pg_loss")
+    assert losses.loc[0].to_dict() == pytest.approx({"sample_mean": -0.025, "token_mean": 0.171875}, rel=1e-12)
+    assert losses.loc[1, "sample_mean"] == pytest.approx(-0.025 * 4 / 5, rel=1e-12)
+
+
+def test_the_readme_opens_with_two_commands_of_which_the_second_runs_the_tests() -> None:
+    commands = [line for line in README.read_text().splitlines() if line.startswith("    $ ")]
+    assert len(commands) >= 2
+    assert "/aggcli compare --rollouts example" in commands[0]
+    assert "-m pytest" in commands[1]
 
 
 def test_importing_the_package_imports_neither_torch_nor_pandas() -> None:

@@ -81,7 +81,7 @@ SCREENS: dict[str, Screen] = {
         "Modes side by side: results directories, rollouts, or trained here",
         {
             "What to compare": ("paths", "modes", "recipe", "task", "steps", "seeds"),
-            "With results directories": ("baseline", "reach", "only_changed", "sort_by", "format"),
+            "With results directories": ("baseline", "reach", "plan", "only_changed", "format"),
             "Loss and layout, where something is run": ("eps_clip", "loss_aggregation_divisor", "layouts", "global_batch_size"),
             "Output": (*_OUTPUT, "resume"),
         },
