@@ -157,7 +157,7 @@ def test_an_interval_in_a_sentence_is_a_word() -> None:
         assert not [line for line in lines.splitlines() if line.count("[") != line.count("]")]
 
 
-@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_name_of_a_rule_is_broken_behind_a_hyphen_alone(width: int, capsys, monkeypatch) -> None:
     """The pieces of the longest name, put together again, are the name; each but the last ends in a hyphen."""
     name = "verl-legacy:seq-mean-token-sum-norm"
