@@ -47,5 +47,5 @@ def demo(
         return
     for name, page in pages.items():
         print(printable(f"{name}: {page}"))
-    for answer in (example.answer.text, " ".join(compared.answer)):
+    for answer in (example.answer.text, compared.answer.text):
         print(f"\n{folded(answer, out().width)}")

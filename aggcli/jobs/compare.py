@@ -17,6 +17,7 @@ from aggcli.report.notebook import Shown
 if TYPE_CHECKING:
     import pandas as pd
 
+    from aggcli.analysis.answer import Answer
     from aggcli.analysis.plan import Plan
     from aggcli.analysis.study import Study
     from aggcli.report.comparison_rows import Row
@@ -75,9 +76,9 @@ class ComparisonResult(Shown):
     plan: Plan | None = None
 
     @property
-    def answer(self) -> list[str]:
+    def answer(self) -> Answer:
         """The answer: what differs and by how much, how sure that is, and what to do about it."""
-        return list(self.study.verdict.answer.sentences)
+        return self.study.verdict.answer
 
     @property
     def verdict(self) -> list[str]:
@@ -122,7 +123,7 @@ class ComparisonResult(Shown):
             "schema": SCHEMA,
             "baseline": comparison.baseline,
             "modes": list(comparison.labels),
-            "answer": self.answer,
+            "answer": list(self.answer.sentences),
             "verdict": verdict_json(study.verdict),
             **({} if self.plan is None else {"plan": asdict(self.plan)}),
             "outcomes": json_rows(self.rows),
@@ -142,8 +143,8 @@ class ComparisonResult(Shown):
         verdict = Folding(lambda width: verdicts.verdict_text(self.study.verdict, width))
         precision, below = self.options.precision, self.caption
         if self.study.recorded:
-            return [verdict, "", tables.side_by_side(self.rows, precision, below)]
-        return [verdict, "", Folding(lambda width: tables.text_table(self.rows, precision, below, width))]
+            return [verdict, tables.side_by_side(self.rows, precision, below)]
+        return [verdict, Folding(lambda width: tables.text_table(self.rows, precision, below, width))]
 
 
 def compare(directories: Sequence[Path], options: ComparisonOptions | None = None) -> ComparisonResult:

@@ -4,13 +4,13 @@ a world."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +24,7 @@ from aggcli.report.notebook import Shown
 if TYPE_CHECKING:
     import pandas as pd
 
+    from aggcli.analysis.answer import Answer
     from aggcli.analysis.study import Study
     from aggcli.grid import Setup
     from aggcli.measurement.comparison import LayoutComparison
@@ -56,7 +57,8 @@ class TrainingRequest:
 @dataclass(frozen=True)
 class TrainingResult(Shown):
     """What training ended with. `summary`: each finished run on fresh prompts, or the last step's numbers on recorded rollouts;
-    `shares`: how each process's share went; `directory`: where it is recorded."""
+    `shares`: how each process's share went; `directory`: where it is recorded; `accuracy_before`: of the policy before
+    training, on the first seed's fresh prompts, None where there are none."""
 
     request: TrainingRequest
     setup: Setup
@@ -64,6 +66,28 @@ class TrainingResult(Shown):
     summary: Mapping[str, Any]
     shares: Sequence[Share]
     directory: Path
+    accuracy_before: float | None = None
+
+    @cached_property
+    def study(self) -> Study | None:
+        """What `aggcli compare DIR` finds in what was recorded; None for a single run, and where no step was recorded."""
+        from aggcli.analysis.histories import read_histories, without_steps
+        from aggcli.analysis.study import study
+
+        if self.request.command != "compare":
+            return None
+        try:
+            read, _ = read_histories([self.directory])
+            return study(read, silent=without_steps([self.directory], read))
+        except RecordError:
+            return None
+
+    @property
+    def answer(self) -> Answer:
+        """The answer that `aggcli compare DIR` gives of what was recorded; of a single run, where it got to."""
+        from aggcli.jobs.training_words import answer_of_a_run
+
+        return answer_of_a_run(self) if self.study is None else self.study.verdict.answer
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -82,40 +106,24 @@ class TrainingResult(Shown):
         diverged = [text for share in self.shares for text in share.diverged]
         return f"{len(diverged)} of {len(self.runs)} runs diverged: {diverged[0]}" if diverged else ""
 
-    @functools.cached_property
-    def study(self) -> Study | None:
-        """What `aggcli compare DIR` finds in what was recorded; None where no step was."""
-        from aggcli.analysis.histories import read_histories, without_steps
-        from aggcli.analysis.study import study
-
-        try:
-            read, _ = read_histories([self.directory])
-            return study(read, silent=without_steps([self.directory], read))
-        except RecordError:
-            return None
-
-    @property
-    def answer(self) -> list[str]:
-        """The answer that `aggcli compare DIR` gives of what was recorded."""
-        return [] if self.study is None else list(self.study.verdict.answer.sentences)
-
     def as_json(self) -> dict[str, Any]:
         """What `--json` prints."""
         from aggcli.jobs.training_words import steps_json
 
-        head = {"schema": 1, "answer": self.answer, "results": str(self.directory)}
+        head = {"schema": 1, "answer": list(self.answer.sentences), "results": str(self.directory)}
         return {**head, **self.summary, **steps_json(self.request, self.directory)}
 
     def tables(self) -> list[Any]:
         """What the terminal shows."""
-        from aggcli.report.tables import answer_text
+        from aggcli.jobs.training_words import settings_in_words
+        from aggcli.report.tables import answer_text, lines
         from aggcli.report.training_tables import last_step_table, training_table
 
         if self.setup.task is None:
             table = last_step_table(self.summary)
         else:
             table = training_table(self.summary, None if self.study is None else self.study.comparison)
-        return [table] if self.study is None else [answer_text(self.study.verdict.answer), table]
+        return [answer_text(self.answer), table, lines(settings_in_words(self))]
 
 
 DEFAULT_SEEDS = 3
@@ -221,18 +229,19 @@ def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
             trainer.restore(checkpoint.of([run.name for run in mine]))
         return _share(request, setup, mine, trainer, stack, Place(world, team))
 
+    before: float | None = None
     with threads_for(setup.policy.width):
         if request.config.training.match == "grad-norm":
             runs = grid.matched_rates(setup, runs, world)
         if world.is_root:
             _say_processes(request.config.training.processes, processes, len(runs))
-            foretell(request, setup, runs, directory, resumed_at=done if request.resume else None)
+            before = foretell(request, setup, runs, directory, resumed_at=done if request.resume else None)
         stack = recording.Stack(request, setup, runs, directory, processes, done if request.resume else None)
         with stack.recorded(world) as manifest:
             shares = together(processes, trained)
             summary = summary_of(setup, runs, shares, directory) if world.is_root else {}
             manifest["final"] = summary
-    return TrainingResult(request, setup, runs, summary, shares, directory) if world.is_root else None
+    return TrainingResult(request, setup, runs, summary, shares, directory, before) if world.is_root else None
 
 
 def _say_processes(asked: int | None, processes: int, runs: int) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aggcli.analysis.answer import Answer
 from aggcli.analysis.divergence import is_collapsed
 from aggcli.analysis.tolerance import TOLERANCE
 from aggcli.errors import RecordError, some
 from aggcli.jobs.listening import say
-from aggcli.measurement.words import plural
+from aggcli.measurement.words import plural, short
 
 if TYPE_CHECKING:
     from aggcli.grid import Setup
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from aggcli.training.stack import RunSpec
 
 
-def foretell(request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], directory: Path, resumed_at: int | None) -> None:
-    """What is about to be trained, and whether the modes can differ on it at all."""
+def foretell(
+    request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], directory: Path, resumed_at: int | None
+) -> float | None:
+    """What is about to be trained, and whether the modes can differ on it at all. Returns the accuracy before training, None
+    on recorded rollouts."""
     from aggcli.grid import predicted_gap
 
     training = request.config.training
@@ -40,7 +44,7 @@ def foretell(request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], di
     if resumed_at is not None:
         say(f"resuming {directory} at step {resumed_at}")
     if setup.task is None:
-        return
+        return None
     gap = predicted_gap(setup, request.modes, request.seeds[0])
     say(
         f"before training: accuracy {gap.start.accuracy:.3f}, response length {gap.start.response_length:.1f} tokens"
@@ -48,6 +52,7 @@ def foretell(request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], di
     )
     if gap.start.response_length_std == 0:
         say("every response has the same length, so the modes cannot differ on this task")
+    return gap.start.accuracy
 
 
 def _on_the_longest(shares: Mapping[str, float]) -> str:
@@ -75,6 +80,75 @@ def summary_of(setup: Setup, runs: Sequence[RunSpec], shares: Sequence[Share], d
         return final_summary(names, {name: found for share in shares for name, found in share.final.items()})
     lines = {run.name: list(records.read_lines(directory / run.name / records.METRICS)) for run in runs}
     return last_step_summary(names, {name: found[-1] for name, found in lines.items() if found})
+
+
+def answer_of_a_run(result: TrainingResult) -> Answer:
+    """What went wrong, and where each run got to on fresh prompts; on recorded rollouts, that none could be evaluated."""
+    from aggcli.grid import EVALUATION_PROMPTS
+
+    said = [f"{result.failure}."] if result.failure else []
+    steps = plural(result.request.config.training.steps, "step")
+    final = {name: found for share in result.shares for name, found in share.final.items()}
+    if result.setup.task is None:
+        runs = plural(len(result.runs), "run was", "runs were")
+        said.append(
+            f"{runs} trained for {steps} on recorded rollouts, whose accuracy and lengths no mode can change; the table has the"
+            " numbers of the last optimizer step."
+        )
+    for run in (run for run in result.runs if run.name in final):
+        found = final[run.name]
+        before = "" if result.accuracy_before is None else f" ({short(result.accuracy_before)} before)"
+        lengths = [f"responses of {_tokens(found['response_length'])}"]
+        lengths += [
+            f"{which} ones of {_tokens(length)}"
+            for which, length in (("right", found["correct_response_length"]), ("wrong", found["incorrect_response_length"]))
+            if length is not None
+        ]
+        said.append(
+            f"{run.mode}, seed {run.seed}, after {steps}: accuracy {_of(found['accuracy'])}{before} on"
+            f" {EVALUATION_PROMPTS} fresh prompts; {', '.join(lengths)}."
+        )
+    return Answer(tuple(said))
+
+
+def _tokens(length: float | None) -> str:
+    return f"{_of(length)} tokens"
+
+
+def _of(value: float | None) -> str:
+    return "unknown" if value is None else short(value)
+
+
+def settings_in_words(result: TrainingResult) -> list[str]:
+    """What was trained and how, with what dynamic sampling and the overlong penalty did, a line each."""
+    from aggcli.analysis.frames import read_frames
+
+    config = result.request.config
+    training, objective = config.training, config.objective
+    high = objective.eps_clip if objective.eps_clip_high is None else objective.eps_clip_high
+    seeds = list(dict.fromkeys(run.seed for run in result.runs))
+    names = ", ".join(dict.fromkeys(run.mode for run in result.runs))
+    said = [
+        f"{plural(len(result.runs), 'run')}: {names}; {'seed' if len(seeds) == 1 else 'seeds'} {some(seeds)}",
+        f"{plural(training.steps, 'step')} of {training.rollout_batch_size} prompts x {training.n_samples_per_prompt} rollouts,"
+        f" learning rate {training.lr:g}, clip {objective.eps_clip:g} below and {high:g} above",
+    ]
+    metrics = read_frames([result.directory], only_metrics=True).metrics if training.dynamic_sampling else None
+    if metrics is not None and "groups_kept" in metrics:
+        generated, kept = (
+            float(metrics[name].to_numpy(dtype="float64").mean()) for name in ("groups_generated", "groups_kept")
+        )
+        said.append(
+            f"dynamic sampling: {short(generated)} prompt groups sampled a step, {short(kept)} trained on (means over runs and"
+            " steps)"
+        )
+    if training.overlong_buffer:
+        said.append(
+            f"overlong penalty: down to -1 over the last {training.overlong_buffer} tokens of {result.setup.response_limit}"
+        )
+    if objective.mask_truncated:
+        said.append("--mask-truncated: truncated responses have a loss mask of 0 and count in N")
+    return said
 
 
 def closing_notes(result: TrainingResult) -> list[str]:

@@ -127,6 +127,25 @@ def curve_rows(curves: Curves) -> list[Row]:
     return rows
 
 
+def with_half_width(mean: float, low: float | None, high: float | None, *, signed: bool = False) -> str:
+    """`0.957 ± 0.010` where the interval is symmetric about the mean, the half width in two digits and the mean to the last of
+    them; otherwise the mean to three digits and `[low, high]` below it; without an interval the mean alone."""
+    sign = "+" if signed else ""
+    if low is None or high is None:
+        return _to_read(mean, signed=signed)
+    half = (high - low) / 2
+    if not 0 < half < math.inf or abs((high - mean) - (mean - low)) > 1e-6 * half:
+        return f"{_to_read(mean, signed=signed)}\n[{_to_read(low, signed=signed)}, {_to_read(high, signed=signed)}]"
+    places = max(0, 1 - math.floor(math.log10(half)))
+    if places > 6:
+        return f"{mean:{sign}.3g} ± {half:.2g}"
+    return f"{mean:{sign}.{places}f} ± {half:.{places}f}"
+
+
+def _to_read(value: float, *, signed: bool) -> str:
+    return ("+" if signed and value >= 0 else "") + number(value, 3)
+
+
 # -- parts ----------------------------------------------------------------------------------------------------------
 
 
