@@ -161,7 +161,7 @@ def test_the_name_of_a_rule_is_broken_behind_a_hyphen_alone(width: int, capsys, 
     """The pieces of the longest name, put together again, are the name; each but the last ends in a hyphen."""
     name = "verl-legacy:seq-mean-token-sum-norm"
     lines = printed(capsys, monkeypatch, width, "audit", "--rules", f"{name},oat:grpo", "--no-search").splitlines()
-    start = next(at for at, line in enumerate(lines) if line.startswith("verl-legacy:seq-mean-") and "%" in line)
+    start = next(at for at, line in enumerate(lines) if line.startswith("──")) + 1
     pieces = [lines[start].split()[0]]
     while "".join(pieces) != name:
         assert pieces[-1].endswith("-")
