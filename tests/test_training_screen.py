@@ -35,7 +35,7 @@ def test_a_symmetric_interval_is_its_half_width_and_any_other_its_ends(numbers, 
 
 
 def rendered(shown: dict[str, bool]) -> str:
-    """Accuracies 0.5, 0.75 and 0.25 of modes a, b and c, with the terminal's bold. `shown`: mode -> whether its difference is."""
+    """Accuracies 0.5, 0.75 and 0.25 of modes a, b and c, with the bold of a terminal. `shown`: mode -> whether it differs."""
 
     def metrics(mean: float) -> dict[str, Any]:
         own = {"mean": mean, "low": mean - 0.125, "high": mean + 0.125, "n": 3}

@@ -72,14 +72,14 @@ class BlockTable(Table):
                 whole.caption = self.caption
                 yield from whole.__rich_console__(console, options)
                 return
-        block = [0]
+        block, names = [0], options.max_width * 3 // 8 if self.fold_names else None
         for at in every[1:]:
-            if len(block) > 1 and not _fits(self._of([*block, at], widths, narrow=True), console, options):
-                yield self._of(block, widths, narrow=True)
+            if len(block) > 1 and not _fits(self._of([*block, at], widths, narrow=True, names=names), console, options):
+                yield self._of(block, widths, narrow=True, names=names)
                 yield ""
                 block = [0]
             block.append(at)
-        yield self._of(block, widths, narrow=True)
+        yield self._of(block, widths, narrow=True, names=names)
         if self.caption:
             yield self.caption
 
