@@ -294,7 +294,7 @@ def test_a_framework_is_audited_by_its_rules_and_one_that_varies_not_is_said_to_
     assert found["answer"][0].endswith("; oat:grpo is not finite on this batch.")
     assert found["answer"][1] == "By framework, rules that vary: trl 1 of 5; of slime none.", "oat:grpo was not judged"
     line = refused(aggcli(capsys, "audit", "--framework", "trll"))
-    assert line == "aggcli: --framework trll: no rule of it is written down here; did you mean 'trl'?"
+    assert line == "aggcli: --framework trll: no rule of it is known here; did you mean 'trl'?"
 
 
 def test_the_effective_learning_rate_is_the_ratio_of_gradient_norms_of_the_replay(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ class RecordedSource:
                 if batch.length_unit != unit:
                     raise RolloutError(
                         f"{batch.name} counts lengths in {unit_word(batch.length_unit)}, {first} in {unit_word(unit)}: they"
-                        " cannot be put side by side; read them apart, or count both with --tokenizer"
+                        " cannot be compared; read them one by one, or count both with --tokenizer"
                     )
                 yield batch.derived(notes=(*notes, *batch.notes))
                 del batch  # which would be in memory while the next is read

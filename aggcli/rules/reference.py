@@ -15,7 +15,7 @@ def rules_of(framework: str) -> list[Rule]:
     """All rules of a framework. Raises `SettingError` for one that none is known of, with the nearest name."""
     found = [rule for rule in ELSEWHERE if rule.framework == framework]
     if not found:
-        raise SettingError(f"--framework {framework}: no rule of it is written down here{nearest(framework, FRAMEWORKS)}")
+        raise SettingError(f"--framework {framework}: no rule of it is known here{nearest(framework, FRAMEWORKS)}")
     return found
 
 

@@ -138,6 +138,6 @@ def _suggestion(name: str) -> str:
         close = [f"{near}:{own}" for near in difflib.get_close_matches(framework, frameworks, n=1, cutoff=0.8)]
         if close and close[0] in RULES:
             return f"; did you mean '{close[0]}'?"
-        return f"; no rule of {framework} is written down here; frameworks that are: {', '.join(frameworks)}"
+        return f"; no rule of {framework} is known here; known frameworks: {', '.join(frameworks)}"
     close = nearest(name, [*RULES, *ALIASES])
     return close if close.startswith("; did") else known
