@@ -62,7 +62,7 @@ def plot(
     os.environ["MPLBACKEND"] = "agg"  # a backend that matplotlib does not know stops its import, needed or not
     from aggcli.analysis.frames import read_frames
     from aggcli.report import style
-    from aggcli.report.figures import all_figures
+    from aggcli.report.figures import all_figures, picture
     from aggcli.report.findings import find
     from aggcli.report.page import page
 
@@ -86,7 +86,9 @@ def plot(
     report = folder / REPORT
     with style.drawn_at(replace(SIZES["screen"], titled=False)):  # the page has the titles as headings
         shown, _ = all_figures(frames, step, findings)
-    _write(report, page(directories, frames, findings, shown, notes))
+    with style.drawn_at(replace(SIZES["column"], titled=False)):
+        narrow = picture(frames, findings)
+    _write(report, page(directories, frames, findings, shown, notes, narrow))
     return PlotResult(written, report)
 
 

@@ -11,10 +11,9 @@ from matplotlib.ticker import MaxNLocator
 from aggcli.analysis.comparison import Comparison, Pair
 from aggcli.analysis.statistics import ALPHA
 from aggcli.analysis.units import in_length_unit
-from aggcli.measurement.words import plural
+from aggcli.measurement.words import plural, signed
 from aggcli.report import style
 from aggcli.report.base import NothingToDraw, grid
-from aggcli.report.comparison_rows import number
 from aggcli.report.comparison_tables import ARROWS
 from aggcli.report.style import Look
 
@@ -27,6 +26,10 @@ _FIRST = (
     ("response_length_on_fresh_prompts", "response_length"),
 )
 """What is looked at first: of each of these, the first that was measured."""
+
+
+ROUNDING = 1e-12
+"""A mean of differences below this is 0 but for rounding."""
 
 
 def first_outcomes(comparison: Comparison) -> list[str]:
@@ -88,7 +91,7 @@ def _draw(axes: Axes, looks: Sequence[Look], pairs: Mapping[str, Pair]) -> None:
             axes.hlines(y, found.low, found.high, color=look.colour, linewidth=style.LINE, zorder=2)
         face = look.colour if pair.shown else "white"
         axes.scatter([found.mean], [y], s=46, marker=look.marker, facecolors=face, edgecolors=look.colour, zorder=3)
-        text = ("+" if found.mean >= 0 else "") + number(found.mean, 3)
+        text = signed(found.mean if abs(found.mean) > ROUNDING else 0.0, 3)
         axes.annotate(
             text,
             (1.01, y),

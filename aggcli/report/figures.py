@@ -30,6 +30,8 @@ from aggcli.report.ranks import pg_loss_by_rank
 from aggcli.report.style import Look
 from aggcli.report.weights import weight_by_length
 
+PICTURES = ("effects", "weight_by_length")
+"""The picture of a page: the first of these that there is."""
 STEP_METRICS = ("pg_loss", "pg_clipfrac", "ppo_kl", "raw_reward", "correct/response_length")
 
 _FAMILIES = {
@@ -65,6 +67,18 @@ def all_figures(
         except NothingToDraw as reason:
             notes.append(f"no figure {name}: {reason}")
     return figures, notes
+
+
+def picture(frames: Frames, findings: Findings) -> dict[str, Figure]:
+    """The figure that stands for all, by name: the effects where modes are compared, else the weights; empty without data."""
+    makers = _makers(frames, None, findings)
+    for name in PICTURES:
+        if name in makers:
+            try:
+                return {name: makers[name]()}
+            except NothingToDraw:
+                continue
+    return {}
 
 
 def _makers(frames: Frames, step: int | None, findings: Findings | None) -> dict[str, Callable[[], Figure]]:

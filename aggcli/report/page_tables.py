@@ -13,11 +13,12 @@ from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.analysis.units import in_length_unit
 from aggcli.measurement.catalogue import METRICS, describe
 from aggcli.measurement.words import number, plural
+from aggcli.report.base import coinciding
 from aggcli.report.comparison_rows import Row, curve_rows, rows_of
 from aggcli.report.comparison_tables import ARROWS, caption, p_value
 from aggcli.report.findings import Findings
 from aggcli.report.layout_deviation import layout_deviations
-from aggcli.report.markup import Cell, Markup, Number, element, join, table
+from aggcli.report.markup import Cell, Number, Table
 
 _PRECISION = 4
 _MOST_COLUMNS = 8
@@ -25,7 +26,7 @@ _MOST_COLUMNS = 8
 _LAST = ("raw_reward", "response_length", "entropy_loss", "pg_clipfrac", "ppo_kl", "grad_norm", "grad_norm_log_probs")
 
 
-def run_table(frames: Frames, manifests: Mapping[str, Mapping[str, Any]]) -> Markup:
+def run_table(frames: Frames, manifests: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row a run. `manifests`: label -> the run's own."""
     body: list[list[Cell]] = []
     for run in frames.runs:
@@ -42,13 +43,13 @@ def run_table(frames: Frames, manifests: Mapping[str, Mapping[str, Any]]) -> Mar
                 str(run.directory),
             ]
         )
-    return table("The runs", ["run", "seed", "status", "optimizer steps", f"response {frames.length_unit}", "directory"], body)
+    return Table("The runs", ["run", "seed", "status", "optimizer steps", f"response {frames.length_unit}", "directory"], body)
 
 
-def comparison_table(findings: Findings) -> Markup:
+def comparison_table(findings: Findings) -> Table | None:
     """Every outcome of every arm, with intervals, paired differences and what speaks for them; and the fitted curves."""
     if findings.comparison is None:
-        return Markup()
+        return None
     found = rows_of(findings.comparison, _PRECISION)
     found += curve_rows(findings.curves)
     robust = any(row.interquartile_mean is not None for row in found)
@@ -56,7 +57,7 @@ def comparison_table(findings: Findings) -> Markup:
     means = {(row.outcome, row.mode): row.mean for row in found}
     body = [_compared(row, means.get((row.outcome, row.baseline or "")), robust=robust) for row in found]
     said = caption(found, _PRECISION, tests=findings.comparison.tests, iqm=robust)
-    return table(f"The comparison. {said}", heads, body, [row.outcome for row in found])
+    return Table(f"The comparison. {said}", heads, body, [row.outcome for row in found])
 
 
 def _compared(row: Row, baseline: float | None, *, robust: bool) -> list[Cell]:
@@ -82,7 +83,7 @@ def _own_means(row: Row, baseline: float | None) -> str:
     return "" if own == [number(mean, _PRECISION) for mean in (row.mean, baseline)] else " - ".join(own)
 
 
-def final_table(directory: str, final: Mapping[str, Any]) -> Markup:
+def final_table(directory: str, final: Mapping[str, Any]) -> Table:
     """The metrics that a trained comparison ended with, as its manifest has them. `directory`: to name it among several."""
     body: list[list[Cell]] = []
     baseline = final.get("baseline")
@@ -103,15 +104,18 @@ def final_table(directory: str, final: Mapping[str, Any]) -> Markup:
     what = "on fresh prompts" if any("accuracy" in metrics for metrics in final["modes"].values()) else "at the last step"
     of = f" of {directory}" if directory else ""
     text = f"After training{of}, {what}: mean [95 % interval over seeds] and difference to {baseline}"
-    return table(text, ["metric", "mode", "seeds", "mean", "difference"], body, [str(row[0]) for row in body])
+    return Table(text, ["metric", "mode", "seeds", "mean", "difference"], body, [str(row[0]) for row in body])
 
 
-def metric_table(frames: Frames) -> Markup:
-    """Every recorded metric, a column a run, as the mean over the steps that have it; empty above `_MOST_COLUMNS` runs."""
+def metric_tables(frames: Frames) -> list[Table]:
+    """Every recorded metric as the mean over the steps that have it, a column a run, and those that are the same in all runs in
+    a table of one column; none above `_MOST_COLUMNS` runs.
+    """
     if len(frames.runs) > _MOST_COLUMNS:
-        return Markup()
+        return []
     own = {run.label: rows(frames.metrics, run=run.label) for run in frames.runs}
-    body: list[list[Cell]] = []
+    apart: list[list[Cell]] = []
+    same: list[list[Cell]] = []
     for name in _recorded(frames):
         values = {label: numbers(frame, name) for label, frame in own.items()}
         known = [value[np.isfinite(value)] for value in values.values()]
@@ -122,17 +126,24 @@ def metric_table(frames: Frames) -> Markup:
             _mean(part, len(whole)) if len(part) else Number(None, "")
             for part, whole in zip(known, values.values(), strict=True)
         ]
-        body.append(
-            [name, ", ".join(filter(None, (in_length_unit(metric.unit, frames.length_unit), f"over {metric.over}"))), *cells]
+        unit = ", ".join(filter(None, (in_length_unit(metric.unit, frames.length_unit), f"over {metric.over}")))
+        equal = len(own) > 1 and len(coinciding({label: [value] for label, value in values.items()})) == len(own) - 1
+        (same if equal else apart).append([name, unit, *(cells[:1] if equal else cells)])
+    text = f"mean over the recorded steps ({_steps(frames)})"
+    heads = ["metric", "unit, over what"]
+    every = f"Every metric that differs between the runs, {text}" if same else f"Every metric, {text}"
+    tables = [Table(every, [*heads, *own], apart)] if apart else []
+    if same:
+        tables.append(
+            Table(f"Metrics that are the same in all {len(own)} runs, {text}", [*heads, f"all {len(own)} runs"], same)
         )
-    text = f"Every metric, mean over the recorded steps ({_steps(frames)})"
-    return table(text, ["metric", "unit, over what", *own], body)
+    return tables
 
 
-def last_step_table(frames: Frames) -> Markup:
-    """The last recorded step of every run, where there are too many runs for `metric_table`."""
+def last_step_table(frames: Frames) -> Table | None:
+    """The last recorded step of every run, where there are too many runs for `metric_tables`."""
     if len(frames.runs) <= _MOST_COLUMNS:
-        return Markup()
+        return None
     shown = [name for name in _LAST if np.isfinite(numbers(frames.metrics, name)).any()]
     body: list[list[Cell]] = []
     for run in frames.runs:
@@ -141,10 +152,10 @@ def last_step_table(frames: Frames) -> Markup:
         body.append([run.label, Number(step, str(step)), *(_value(_known(numbers(last, name)[0])) for name in shown)])
     named = {name: in_length_unit(describe(name).unit, frames.length_unit) for name in shown}
     units = [f"{name}, {unit}" if unit else name for name, unit in named.items()]
-    return table("The last recorded step of every run (a single step is noisy)", ["run", "step", *units], body)
+    return Table("The last recorded step of every run (a single step is noisy)", ["run", "step", *units], body)
 
 
-def layout_tables(frames: Frames) -> Markup:
+def layout_tables(frames: Frames) -> list[Table]:
     """How far each layout moves pg_loss; and for a few runs the numbers themselves, at each run's last step."""
     deviations = layout_deviations(frames)
     body: list[list[Cell]] = []
@@ -154,16 +165,16 @@ def layout_tables(frames: Frames) -> Markup:
         shown = Number(worst, f"{worst:.1e}" if worst else "0") if math.isfinite(worst) else Number(None, "one is blank")
         body.append([str(name), Number(len(own), str(len(own))), Number(equal, str(equal)), shown])
     if not body:
-        return Markup()
+        return []
     reference = " or ".join(map(str, dict.fromkeys(deviations["reference"])))
     text = f"pg_loss of each layout against {reference}, relative to the sum of its absolute terms"
-    tables = [table(text, ["layout", "comparisons", "equal to the last bit", "largest difference"], body)]
+    tables = [Table(text, ["layout", "comparisons", "equal to the last bit", "largest difference"], body)]
     if len(frames.runs) <= _MOST_COLUMNS:
         tables.append(_last_layouts(frames))
-    return join(tables)
+    return tables
 
 
-def _last_layouts(frames: Frames) -> Markup:
+def _last_layouts(frames: Frames) -> Table:
     last = {}
     for run in frames.runs:
         own = rows(frames.layouts, run=run.label)
@@ -174,7 +185,7 @@ def _last_layouts(frames: Frames) -> Markup:
         [str(name), *(_value(_known(values.get(name, math.nan)), digits=9) for values in last.values())] for name in names
     ]
     text = "pg_loss by layout, at each run's last step: the same number down a column, unless the rule varies with the layout"
-    return table(text, ["layout", *last], body)
+    return Table(text, ["layout", *last], body)
 
 
 # -- notes --------------------------------------------------------------------------------------------------------------
@@ -249,11 +260,11 @@ def _difference(value: float | None, low: float | None, high: float | None, mean
     return Number(value, mean, "\n".join([*small, *([means] if means else [])]))
 
 
-def settings_table(findings: Findings) -> Markup:
-    """The settings, versions and devices that differ between the runs, and nothing else."""
+def settings_table(findings: Findings) -> Table | None:
+    """The settings, versions and devices that differ between the runs, and nothing else; None where none does."""
     if not findings.differing:
-        return element("p", "No setting, version or device differs between the runs but the mode and the seed.")
+        return None
     body: list[Sequence[Cell]] = [
         [one.name, one.kind, value, ", ".join(labels)] for one in findings.differing for value, labels in one.values.items()
     ]
-    return table("Only what differs", ["setting", "kind", "value", "runs"], body)
+    return Table("Only what differs", ["setting", "kind", "value", "runs"], body)

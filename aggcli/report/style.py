@@ -336,6 +336,15 @@ def save(figure: Figure, path: Path) -> None:
         raise RecordError(f"--output {path.parent}: {path.name} cannot be written ({error.strerror})") from error
 
 
+def words_in(figure: Figure) -> str:
+    """What a figure says in words: the headings of its panels, and its note."""
+    headings = [axes.get_title(loc="left") for axes in figure.axes]
+    notes = [text.get_text() for text in figure.texts if text.get_text() != figure.get_suptitle()]
+    notes += [legend.get_title().get_text() for legend in figure.legends]
+    told = [" ".join(part.split()) for part in (*headings, *notes)]
+    return ". ".join(part for part in told if part and part != "None")
+
+
 def svg_text(figure: Figure) -> str:
     """A figure as SVG with its words as text, so that they can be searched and copied; the same for the same figure."""
     buffer = io.StringIO()

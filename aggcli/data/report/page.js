@@ -1,5 +1,5 @@
 "use strict";
-// Tables sort by a click, or Enter, on a head; numbers by their full value, blanks last; a third click restores the first order.
+// Tables sort by the button in a head; numbers by their full value, blanks last; a third click restores the first order.
 // Rows of a group stay together, in the groups' first order. Without this they are only not sorted.
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0];
@@ -29,21 +29,35 @@ for (const table of document.querySelectorAll("table.sortable")) {
     body.append(...rows.map(([, row]) => row));
   };
   heads.forEach((head, column) => {
-    head.classList.add("sorts");
-    head.tabIndex = 0;
-    head.title = group.size > 1 ? "sort by this column, within each figure" : "sort by this column";
-    head.addEventListener("click", () => sort(head, column));
-    head.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); sort(head, column); }
-    });
+    const button = document.createElement("button");
+    button.type = "button";
+    button.title = group.size > 1 ? "sort by this column, within each figure" : "sort by this column";
+    button.append(...head.childNodes);
+    button.addEventListener("click", () => sort(head, column));
+    head.append(button);
   });
 }
+// On paper nothing is folded.
+addEventListener("beforeprint", () => {
+  for (const folded of document.querySelectorAll("details:not([open])")) { folded.open = true; folded.dataset.printed = ""; }
+});
+addEventListener("afterprint", () => {
+  for (const folded of document.querySelectorAll("details[data-printed]")) { folded.open = false; delete folded.dataset.printed; }
+});
+// A link into a folded part opens it.
+const reveal = () => {
+  const folded = document.getElementById(location.hash.slice(1))?.closest("details");
+  if (folded) folded.open = true;
+};
+reveal();
+addEventListener("hashchange", reveal);
 // The hint to swipe only stands where a box is cut at its right edge.
 const hint = () => {
   for (const box of document.querySelectorAll(".scroll")) {
     const swipe = (box.closest("figure") ?? box.previousElementSibling).querySelector(".swipe");
-    swipe.hidden = box.scrollWidth <= box.clientWidth;
+    if (swipe) swipe.hidden = box.scrollWidth <= box.clientWidth;
   }
 };
 hint();
 addEventListener("resize", hint);
+addEventListener("toggle", hint, true);
