@@ -110,7 +110,7 @@ def test_one_line_says_how_a_mode_weighs_a_token(tmp_path, capsys, mode, weight)
     [("sample_mean", "1/(N*n_r)"), ("prompt_mean", "1/(N*T_p)"), ("token_mean", "1/T"), ("constant", "1/(N*L)")],
 )
 def test_the_help_of_run_says_how_each_mode_weighs_a_token(tmp_path, capsys, mode, weight) -> None:
-    told = aggcli(capsys, "run", "--help")
+    told = aggcli(capsys, "run", "--help-all")
     text = re.sub(r"\s+", " ", told.out)
     assert mode in text
     assert weight in re.sub(r"\s", "", told.out)
