@@ -56,7 +56,8 @@ def _chosen_directory(request: TrainingRequest) -> Path:
             " start anew with --overwrite or in another folder"
         )
     if manifest["command"] != request.command:
-        raise RecordError(f"--resume: {request.output} was made by `aggcli {manifest['command']}`; resume it by that command")
+        made = "`aggcli run`" if manifest["command"] == "run" else "`aggcli train` or `aggcli compare`"
+        raise RecordError(f"--resume: {request.output} was made by {made}; resume it by that command")
     now = to_flat(request.config)
     for name, value in manifest["settings"].items():
         mine = list(v) if isinstance(v := now.get(name), tuple) else v
