@@ -163,7 +163,9 @@ def _corrected(comparison: Comparison) -> Comparison:
         name: {label: dataclasses.replace(one, pair=done.get((name, label))) for label, one in of_arm.items()}
         for name, of_arm in comparison.outcomes.items()
     }
-    ratios = tuple(dataclasses.replace(one, p_holm=p) for one, p in zip(comparison.ratios, p_holm[len(pairs) :], strict=True))
+    ratios = tuple(
+        dataclasses.replace(one, p_holm=p_holm[k], level=levels[k]) for k, one in enumerate(comparison.ratios, len(pairs))
+    )
     tested = sum(p is not None for p in p_holm)
     return dataclasses.replace(comparison, outcomes=outcomes, ratios=ratios, tests=tested)
 

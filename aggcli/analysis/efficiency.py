@@ -16,6 +16,7 @@ from scipy import optimize
 
 from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
 from aggcli.analysis.histories import AXES, History, with_labels
+from aggcli.analysis.power import Power, power_of
 from aggcli.analysis.sigmoid import CurveParameters, Floats, sigmoid, slopes
 from aggcli.analysis.statistics import SHARE, Interval, PairedTest, geometric_interval, interval, paired_test
 
@@ -46,7 +47,8 @@ class ModeCurve:
 @dataclass(frozen=True)
 class EfficiencyPair:
     """B of a mode over B of the baseline, both fitted under one A. `ratio`: geometric mean over seeds, with its interval;
-    `test`: of ln B paired by seed; `p_holm`: corrected over all tests of the comparison, None until it stands in one.
+    `test`: of ln B paired by seed; `p_holm`: corrected over all tests of the comparison, None until it stands in one, as is
+    `level`, what `test.p` must be below for a difference to be shown.
     """
 
     label: str
@@ -56,6 +58,12 @@ class EfficiencyPair:
     ratio: Interval
     test: PairedTest
     p_holm: float | None = None
+    level: float | None = None
+
+    @property
+    def power(self) -> Power | None:
+        """What the pair could have shown, in ln B; None where its differences have no spread."""
+        return None if self.level is None or not self.test.std else power_of(self.test.std, self.test.difference.n, self.level)
 
 
 def fit_runs(

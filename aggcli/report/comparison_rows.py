@@ -21,8 +21,8 @@ class Row:
     the `pairs` seeds that both arms have, `compared_where` the pair's runs are equal. `std`: of the seeds' numbers, with n-1,
     also where mean and interval are those of their logarithms. `shown`: whether a difference is, None where none was tested;
     `smallest_difference` and `seeds_for_half`: what could have been, where it is not, at `level` (`aggcli.analysis.power`);
-    `seeds_for_half` is None too where it would take more than `power.MOST_SEEDS`. `no_...`: why there is none; empty where
-    there is one, and for the difference of the baseline to itself.
+    of B the one is a factor and the other for its root; `seeds_for_half` is None too where it would take more than
+    `power.MOST_SEEDS`. `no_...`: why there is none; empty where there is one, and for the baseline's difference to itself.
     """
 
     outcome: str
@@ -100,6 +100,7 @@ def curve_rows(curves: Curves) -> list[Row]:
                 rows.append(Row(name, head, unit, better, where, *own, no_interval=found.without))
     for pair in curves.ratios:
         found, flip = pair.ratio, pair.test.sign_flip
+        power = None if is_shown(pair.p_holm) else pair.power
         mine, theirs = (pair.exponents[label] for label in (pair.label, pair.baseline))
         rows.append(
             Row(
@@ -121,6 +122,9 @@ def curve_rows(curves: Curves) -> list[Row]:
                 sign_flip_floor=flip and flip.floor,
                 sign_flip_exact=flip and flip.exact,
                 shown=None if pair.p_holm is None else is_shown(pair.p_holm),
+                level=pair.level,
+                smallest_difference=power and math.exp(min(power.smallest, 700.0)),
+                seeds_for_half=power and power.seeds_for_half,
                 no_interval=found.without,
             )
         )

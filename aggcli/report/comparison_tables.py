@@ -11,6 +11,7 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
+from aggcli.analysis.effects import RATIO
 from aggcli.analysis.outcomes import COUNTED, OUTCOMES
 from aggcli.analysis.power import MOST_SEEDS
 from aggcli.analysis.statistics import RESAMPLES
@@ -117,7 +118,7 @@ def caption(rows: Sequence[Row], precision: int, *, tests: int = 0, iqm: bool = 
         if any(row.smallest_difference is not None for row in rows):
             said.append(
                 "Could show: the smallest difference that 80 % of such comparisons would have shown at the level that it was"
-                " tested at, and the seeds that half of it takes if the spread stays."
+                " tested at, and the seeds that half of it takes if the spread stays (of B a factor, and its root)."
             )
         if any(row.difference is not None and row.difference_low is None for row in tested):
             said.append("A difference that is the same in all seeds has no interval, and its p is the sign-flip's.")
@@ -241,7 +242,7 @@ def _cells(row: Row, rows: Sequence[Row], precision: int, where: str, width: int
     if middle is not None:
         rest.append(f"IQM {number(middle, precision)}")
     if row.difference is None and row.p is not None:
-        rest.append(_evidence(row))
+        rest += [_evidence(row), _could_show(row)]
     same = "" if row.n == 1 else row.no_interval  # n = 1 is said beside it
     lines = _line(label, number(row.mean, precision), _bounds(row.low, row.high, precision) or same, [*rest, where], width)
     if row.no_difference:
@@ -295,6 +296,8 @@ def _could_show(row: Row) -> str:
     """`could show 0.021, half with 14 seeds`; empty where a difference is shown, or nothing is known of it."""
     if row.smallest_difference is None:
         return ""
+    if row.outcome == RATIO:
+        return f"could show a factor of {number(row.smallest_difference, 3)}, its root with {_seeds_for_half(row)} seeds"
     return f"could show {number(row.smallest_difference, 2)}, half with {_seeds_for_half(row)} seeds"
 
 
