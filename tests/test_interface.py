@@ -65,6 +65,18 @@ def test_the_readme_opens_with_two_commands_of_which_the_second_runs_the_tests()
     assert "-m pytest" in commands[1]
 
 
+def test_what_the_readme_shows_of_the_example_is_what_the_command_prints(tmp_path: Path, capsys, monkeypatch) -> None:
+    """All from below the first command down to the second, but the sentences between: the beginning of what is printed."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, first, _ = README.read_text().split("    $ ", 2)
+    shown = [line[4:] for line in first.splitlines()[1:] if line.startswith("    ") or not line]
+    text = "\n".join(shown).strip()
+    told = command(capsys, "compare", "--rollouts", "example", "--output", tmp_path / "o")
+    printed = "\n".join(line.rstrip() for line in told.out.splitlines())
+    assert len(text.splitlines()) > 20
+    assert printed.startswith(text)
+
+
 def test_importing_the_package_imports_neither_torch_nor_pandas() -> None:
     script = "import sys, aggcli; dir(aggcli); sys.exit(bool({'torch', 'pandas', 'matplotlib', 'rich'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
