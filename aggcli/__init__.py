@@ -37,7 +37,7 @@ Axis letters at the end of a tensor's name, the same in every file:
     C  response columns             V  vocabulary
     D  width of the policy          H  heads, d = D / H, X = 3 * D
     W  positions of a chunk         Q  numbers of a run's parameters
-    N  rows still being sampled     K  what stands beside it says: keys, digits, response tokens before a split
+    N  prefixes of sampled rows     K  what stands beside it says: keys, digits, response tokens before a split
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from typing import TYPE_CHECKING, Any
 from aggcli.version import __version__
 
 if TYPE_CHECKING:
-    from aggcli.interface import audit, compare, load_results, plot, read_rollouts, replay, train
+    from aggcli.interface import advantage_factors, audit, compare, load_results, plot, read_rollouts, replay, train
 
-__all__ = ["__version__", "audit", "compare", "load_results", "plot", "read_rollouts", "replay", "train"]
+__all__ = ["__version__", "advantage_factors", "audit", "compare", "load_results", "plot", "read_rollouts", "replay", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -81,6 +81,48 @@ def replay(
         return replayed(ReplayRequest("compare", config, modes is None, where, overwrite, record=output is not None), batches)
 
 
+def advantage_factors(
+    trained: Any,
+    groups: Sequence[Any] | None = None,
+    *,
+    mode: str,
+    under: str,
+    rollouts: Sequence[Any] | None = None,
+    advantages: Any = None,
+    divisor: float | None = None,
+    prompt_mean_scale: Literal["rollouts", "prompts"] = "rollouts",
+    under_divisor: float | None = None,
+) -> Any:
+    """What to multiply each sample's advantage by, so that a trainer whose loss is aggregated by `under` computes `mode`.
+
+    `trained`: of every sample of the optimizer step, over all ranks and micro-batches, its trained tokens: a count each [S],
+    masks padded to one width [S, L] (the width counts for rules that divide by it), or a mask each. `groups`, `rollouts`: the
+    prompt group and the rollout of each sample, any ids; without rollouts each sample is its own. `advantages` [S]: only for
+    rules that look at them. `divisor`: L of `mode="constant"`; `under_divisor`: the constant of `under`, such as TRL's
+    max_completion_length.
+
+        factors = aggcli.advantage_factors([3, 1, 1, 1], [0, 0, 1, 1], mode="prompt_mean", under="trl:dapo")
+
+    Returns float64 [S], as `trained` comes: a tensor (on its device), an array, or a list. Exact for the policy loss, with any
+    clip. KL and entropy terms are not scaled; statistics of advantages that the trainer logs after this are of the
+    scaled ones. A rule that is exact for equal micro-batches only (`aggcli modes` says which) needs those. Prompt groups
+    without a trained token are told of, since P and N count them all the same.
+
+    Raises `SettingError` for a rule that the layout changes; `RolloutError` for a sample without a group under a mode that
+    counts prompts, for a rule that looks at advantages without any, and for shapes that do not fit.
+    """
+    from aggcli.objective import factors
+    from aggcli.rules import settled
+
+    wanted = settled(find_rule(mode), prompt_mean_scale=prompt_mean_scale, divisor=divisor)
+    given = find_rule(under).with_divisor(under_divisor)
+    step = factors.as_step(trained, groups, rollouts, advantages)
+    found_S = factors.advantage_factors(step, wanted, given)
+    for group in factors.empty_groups(step)[:1]:
+        _LOG.info(f"prompt group {step.labels.groups[group]!r} has no trained token, and counts all the same")
+    return factors.as_given(found_S, trained)
+
+
 def audit(
     rollouts: Paths | RolloutBatch | Iterable[RolloutBatch] | None = None,
     rules: Sequence[str] | None = None,

@@ -1,0 +1,95 @@
+"""What to multiply advantages by, so that a framework's own rule computes another mode: weight wanted over weight given.
+
+The policy loss of a token is linear in its advantage, and a positive factor moves no clip: `min(r A, clip(r) A)` and its dual
+clip scale with A. A framework that gives token t the weight g_t therefore computes `sum_t w_t * l_t` once each advantage is
+multiplied by `w_t / g_t`. Both weights are one number at all tokens of a sample, and so is the factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aggcli.errors import RolloutError, SettingError
+from aggcli.objective.weights import masked_weights
+from aggcli.rollouts.batch import RolloutBatch
+from aggcli.rollouts.builder import BatchBuilder
+from aggcli.rules import Rule
+from aggcli.rules.reference import varies
+
+
+def advantage_factors(step: RolloutBatch, wanted: Rule, given: Rule) -> Tensor:
+    """The factor of each sample's advantage, float64 [S], under which the rule `given` has the weights of `wanted`.
+
+    `step` is the whole optimizer step, over all ranks and micro-batches. A sample without weight under `given`, since it has no
+    trained token or since its advantage is 0, has no loss either, and factor 1. Exact for the policy loss; what else a loss
+    adds (KL, entropy) is aggregated as before. Raises `SettingError` for a rule `given` that a layout changes, since then no
+    factor known before the step is cut is right; `RolloutError` for a rule that looks at advantages without any; and as
+    `masked_weights` does.
+    """
+    need_correctable(given)
+    for rule in (wanted, given):
+        if rule.drops_zero_advantages and step.advantages_T is None:
+            raise RolloutError(f"{step.name}: {rule.name} leaves out tokens of zero advantage, so it needs the advantages")
+    wanted_S, given_S = (masked_weights(rule, step).value_S for rule in (wanted, given))
+    return torch.where((step.mask_sum_S() > 0) & (given_S > 0), wanted_S / given_S, 1.0)
+
+
+def need_correctable(rule: Rule) -> None:
+    """Raise `SettingError` for a rule that no factor can turn into another: one that a layout changes, or that weighs masked
+    tokens."""
+    if varies(rule):
+        raise SettingError(
+            f"{rule.name}: its weights change with the layout ({rule.why_it_varies()}), so no factor that is known before the"
+            " step is cut turns it into another mode; use a rule whose weights do not (`aggcli audit --framework"
+            f" {rule.framework}` names them)"
+        )
+    if rule.numerator == "unmasked":
+        raise SettingError(
+            f"{rule.name}: masked tokens have weight under it, which a factor of their sample does not take away"
+        )
+
+
+def empty_groups(step: RolloutBatch) -> list[int]:
+    """The prompt groups (dense ids) of which no token is trained."""
+    groups = step.group_S[step.group_S >= 0].unique()
+    held = step.group_S[step.mask_sum_S() > 0].unique()
+    return groups[~torch.isin(groups, held)].tolist()
+
+
+def as_step(trained: Any, groups: Any, rollouts: Any, advantages: Any) -> RolloutBatch:
+    """The optimizer step of these samples as far as weights need it; the arguments are those of `aggcli.advantage_factors`.
+
+    Raises `RolloutError` for shapes that do not fit and ids that cannot be.
+    """
+    rows = _listed(trained)
+    given = {"group_index": groups, "rollout_id": rollouts, "advantage": advantages}
+    columns = {name: _listed(column) for name, column in given.items() if column is not None}
+    for name, column in columns.items():
+        if len(column) != len(rows):
+            raise RolloutError(f"the optimizer step: {name} of {len(column)} samples, where {len(rows)} are trained")
+    builder = BatchBuilder("the optimizer step")
+    for at, row in enumerate(rows):
+        mask = {"loss_mask": [int(token) for token in row]} if isinstance(row, Sequence) else {}
+        length = len(row) if isinstance(row, Sequence) else row
+        builder.add(
+            {"response_length": length, "total_length": length, **mask, **{name: one[at] for name, one in columns.items()}}
+        )
+    return builder.build()
+
+
+def as_given(factor_S: Tensor, trained: Any) -> Any:
+    """The factors as a tensor on the device of `trained`, an array, or a list: what it is."""
+    if isinstance(trained, Tensor):
+        return factor_S.to(trained.device)
+    return factor_S.numpy() if isinstance(trained, np.ndarray) else factor_S.tolist()
+
+
+def _listed(values: Any) -> list[Any]:
+    """Plain lists of numbers, however deep, of what may be tensors or arrays."""
+    plain = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
+    return [one.tolist() if isinstance(one, Tensor | np.ndarray | np.generic) else one for one in plain]
