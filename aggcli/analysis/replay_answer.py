@@ -69,6 +69,8 @@ class _Pair:
     baseline: str
     head: Mapping[str, Any]
     steps: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...]
+    of: int
+    """Steps that there are, those that only one of the two has or that hold no trained token included."""
 
     def values(self, of: Callable[[Mapping[str, Any], Mapping[str, Any]], float | None]) -> list[float]:
         found = (of(mine, theirs) for mine, theirs in self.steps)
@@ -120,7 +122,8 @@ def _on_modes(head: Mapping[str, Any], steps: Steps) -> list[str]:
 
 def _pair(head: Mapping[str, Any], steps: Steps, baseline: str, mode: str) -> _Pair:
     both = [step["modes"] for step in steps if baseline in step["modes"] and mode in step["modes"]]
-    return _Pair(mode, baseline, head, tuple((modes[mode], modes[baseline]) for modes in both if modes[mode].get("tokens")))
+    found = tuple((modes[mode], modes[baseline]) for modes in both if modes[mode].get("tokens"))
+    return _Pair(mode, baseline, head, found, len(steps))
 
 
 def _differences(pairs: Sequence[_Pair]) -> list[str]:
@@ -155,9 +158,12 @@ def _rank(pair: _Pair) -> tuple[float, float]:
 def _sentence(pair: _Pair) -> str:
     """`prompt_mean: gradient norm 0.102x sample_mean's: ...; responses of more than 12 tokens get ...`."""
     ratio, scale, cosines = _mean(pair.ratios), _mean(pair.scales), pair.cosines
-    over = [f"mean of {len(pair.steps)} steps"] if len(pair.steps) > 1 else []
-    if ratio is not None and len(pair.ratios) < len(pair.steps):
-        over = [f"mean of the {len(pair.ratios)} of {len(pair.steps)} steps with a gradient"]
+    has, what = (len(pair.steps), "trained tokens") if ratio is None else (len(pair.ratios), "a gradient")
+    over = (
+        [f"mean of {has} steps" if has == pair.of else f"mean of the {has} of {pair.of} steps with {what}"]
+        if pair.of > 1
+        else []
+    )
     over = f" ({', '.join([*over, *pair.under])})" if over or pair.under else ""
     if ratio is None:
         lead = f"{pair.mode}, without a gradient to compare{over}"

@@ -95,6 +95,7 @@ def answer_of_a_run(result: TrainingResult) -> Answer:
             f"{runs} trained for {steps} on recorded rollouts, whose accuracy and lengths no mode can change; the table has the"
             " numbers of the last optimizer step."
         )
+    said += collapsed(result)
     for run in (run for run in result.runs if run.name in final):
         found = final[run.name]
         before = "" if result.accuracy_before is None else f" ({short(result.accuracy_before)} before)"
@@ -109,6 +110,18 @@ def answer_of_a_run(result: TrainingResult) -> Answer:
             f" {EVALUATION_PROMPTS} fresh prompts; {', '.join(lengths)}."
         )
     return Answer(tuple(said))
+
+
+def collapsed(result: TrainingResult) -> list[str]:
+    """A sentence on each run that ended without a right answer and with every response at the limit."""
+    final = {name: found for share in result.shares for name, found in share.final.items()}
+    limit = result.setup.response_limit
+    return [
+        f"{run.mode}, seed {run.seed}, collapsed or never learned anything: accuracy 0 and every response at the limit of"
+        f" {limit} tokens on fresh prompts."
+        for run in result.runs
+        if run.name in final and is_collapsed(final[run.name]["accuracy"], final[run.name]["response_length"], limit)
+    ]
 
 
 def _tokens(length: float | None) -> str:
@@ -162,14 +175,6 @@ def closing_notes(result: TrainingResult) -> list[str]:
         one = "step of a run was trained on a group without a right answer whose advantages are not 0"
         several = "steps of runs were trained on groups without a right answer whose advantages are not 0"
         notes.append(f"warning: {plural(told_apart, one, several)}: a penalty tells wrong answers apart")
-    final = {name: found for share in shares for name, found in share.final.items()}
-    limit = result.setup.response_limit
-    for run in (run for run in result.runs if run.name in final):
-        if is_collapsed(final[run.name]["accuracy"], final[run.name]["response_length"], limit):
-            notes.append(
-                f"{run.mode}, seed {run.seed}: accuracy 0 and every response at the limit of {limit} tokens on"
-                " fresh prompts: collapsed, or nothing was ever learned"
-            )
     return [*notes, f"recorded in {result.directory}", *_between_layouts(shares)]
 
 
