@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,13 +22,14 @@ def whole_file(path: Path) -> Iterator[Path]:
     """A draft beside `path`, to be written in the block; it takes the place of `path` in one step when the block ends well, and
     is removed when it does not. A link that has the draft's name is removed, and never written through.
 
-    A reader sees the old file or the new one; a killed writer leaves the old one, and a draft that the next one replaces. Two
+    A SIGTERM that would end the process at once, as a launcher ends its ranks, does so when the file is in its place. A reader
+    sees the old file or the new one; a killed writer leaves the old one, and a draft that the next one replaces. Two
     processes that write the same file take turns: the lock of one that is killed goes with it. Raises the `OSError` of what
     cannot be written, under the name of `path`.
     """
     draft = path.with_name(path.name + DRAFT)
     try:
-        with _locked(draft):
+        with _ended_afterwards(), _locked(draft):
             try:
                 yield draft
                 draft.replace(path)
@@ -37,6 +40,22 @@ def whole_file(path: Path) -> Iterator[Path]:
         if error.errno is None or error.filename not in (None, str(draft), draft):  # somebody else's trouble
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error  # libraries put a paragraph there
+
+
+@contextmanager
+def _ended_afterwards() -> Iterator[None]:
+    """Hold back a SIGTERM that nobody handles until the block is left."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 @contextmanager

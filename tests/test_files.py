@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -52,6 +53,21 @@ def test_a_writer_that_is_killed_leaves_the_old_file_and_the_next_one_is_not_hel
     with whole_file(path) as draft:
         draft.write_text("new")
     assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["x.txt"]
+
+
+def test_a_sigterm_that_would_end_the_writer_at_once_waits_until_the_file_is_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("old")
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with whole_file(path) as draft:
+            draft.write_text("half")
+            os.kill(os.getpid(), signal.SIGTERM)
+            draft.write_text("whole")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert path.read_text() == "whole"
     assert os.listdir(tmp_path) == ["x.txt"]
 
 
