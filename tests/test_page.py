@@ -207,7 +207,7 @@ def test_recorded_rollouts_rank_no_mode_and_show_the_gradients_that_differ(tmp_p
         write_lines(comparison / mode / "metrics.jsonl", [{"step": at, "mode": mode, **step} for at, step in enumerate(steps)])
     text = Page(report(comparison)).text
     assert "Against sample_mean, mean of 2 steps:" in text
-    assert "constant: its gradient is 0.25 times as long; its weight lies on 5 effective tokens, sample_mean's on 20" in text
+    assert "constant: gradient norm 0.25x; effective sample size 5 tokens against 20" in text
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from aggcli.analysis.reading import read_lines
 from aggcli.analysis.units import in_length_unit, one_length_unit
 from aggcli.analysis.verdict import Verdict
 from aggcli.measurement.catalogue import LENGTH_BINS, describe
-from aggcli.measurement.words import plural
+from aggcli.measurement.words import plural, short
 from aggcli.records import METRICS
 
 _LENGTHS = dict(zip(LENGTH_BINS, ("0-25 %", "25-50 %", "50-75 %", "75-100 %"), strict=True))
@@ -147,15 +147,15 @@ def recorded_verdict(comparison: Comparison, runs: Sequence[History]) -> Verdict
 
 
 def _line(comparison: Comparison, label: str) -> str:
-    """`prompt_mean: its gradient is 0.102 times as long, at a cosine of 0.855; its weight lies on ...`; empty without any."""
+    """`prompt_mean: gradient norm 0.102x, cosine 0.855; effective sample size 459 tokens against 355`; empty without any."""
     ratio, cosine = (_mean(comparison, name, label) for name in ("gradient_ratio", "gradient_cosine"))
     tokens, theirs = (_mean(comparison, "effective_tokens", one) for one in (label, comparison.baseline))
     said = []
     if ratio is not None:
-        said.append(f"its gradient is {ratio:.3g} times as long" + ("" if cosine is None else f", at a cosine of {cosine:.3g}"))
+        said.append(f"gradient norm {short(ratio)}x" + ("" if cosine is None else f", cosine {short(cosine)}"))
     if tokens is not None and theirs is not None:
         unit = comparison.defined["effective_tokens"].unit
-        said.append(f"its weight lies on {tokens:.4g} effective {unit}, {comparison.baseline}'s on {theirs:.4g}")
+        said.append(f"effective sample size {short(tokens)} {unit} against {short(theirs)}")
     return f"{label}: {'; '.join(said)}" if said else ""
 
 
