@@ -125,7 +125,7 @@ def test_training_on_recorded_rollouts_leaves_out_what_a_replay_does(tmp_path, c
 
 def test_dropping_groups_needs_recorded_rollouts_with_groups_and_advantages(tmp_path, capsys) -> None:
     line = refused(aggcli(capsys, "run", "--drop-zero-variance", "-o", tmp_path / "o"))
-    assert "--drop-zero-variance is for recorded rollouts; --dynamic-sampling" in line
+    assert "--drop-zero-variance is for recorded rollouts; use --dynamic-sampling" in line
     ungrouped = [sample(2, advantage=0.5), sample(3, advantage=-0.5)]
     assert "needs group_index" in refused(replay(capsys, tmp_path, ungrouped, "--drop-zero-variance"))
     assert "needs advantages" in refused(replay(capsys, tmp_path, [sample(2, group_index=0)], "--drop-zero-variance"))
