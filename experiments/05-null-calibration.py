@@ -67,7 +67,6 @@ REACH = 0.8
 PLANTED = 500
 PLANTED_IN = {
     "accuracy_on_fresh_prompts": "fresh/accuracy",
-    "response_length_on_fresh_prompts": "fresh/response_length",
 }
 """Outcome that a difference is planted in, and the number of an evaluation that it is."""
 OF_ANOTHER_ARM = ("accuracy_at_equal_tokens", "raw_reward_at_equal_tokens")
