@@ -89,6 +89,8 @@ def _on_layouts(head: Mapping[str, Any], steps: Sequence[Step], compared: Sequen
         if other["pg_loss"] is not None and report["pg_loss"] is not None:
             loss = f"the step loss is {_number(other['pg_loss'])} instead of {_number(report['pg_loss'])}"
             change += f" and {loss} under {report['reference_layout']}"
+        if len(steps) > 1:
+            change += f" (step {next(step['step'] for step in steps if step['rules'].get(rule) is report)})"
         told.append(change)
     broken = [rule for rule in varying if _change(_of(steps, rule)) == "NaN"]
     if broken:
