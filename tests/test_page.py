@@ -197,7 +197,7 @@ def test_one_seed_is_said_plainly_and_has_no_interval(tmp_path: Path) -> None:
 def test_recorded_rollouts_rank_no_mode_and_show_the_gradients_that_differ(tmp_path: Path) -> None:
     comparison = write_comparison(tmp_path / "c")
     page = Page(report(comparison))
-    assert "These are replays of the same recorded rollouts: accuracy and length are properties of the rollouts" in page.text
+    assert "Accuracy and length are properties of the recorded rollouts, and no mode can change them" in page.text
     assert "no mode can change them; what the modes change is the weight of each token" in page.text
     assert not any(label.startswith("The comparison") for label in page.tables)
     for mode, norm in (("sample_mean", 2.0), ("constant", 0.5)):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aggcli.analysis.replay_answer import recorded_replay, replay_answer
-from tests.cli import Result, replay, strict_json, write_jsonl
+from tests.cli import Result, aggcli, replay, strict_json, write_jsonl
 from tests.fixtures import fx_a, sample
 
 MICRO = "dp1:contiguous,dp1:contiguous:mb2"
@@ -194,6 +194,35 @@ def test_a_layout_that_changes_what_none_may_change_is_called_a_fault() -> None:
         "Under sample_mean the loss depends on the layout (a fault: none may under sample_mean): of the layouts evaluated (dp1,"
         " dp2) dp2 gives a pg_loss of 0.5 instead of 0.25 under dp1 (100 %)."
     )
+
+
+# -- of its directory -------------------------------------------------------------------------------------------------
+
+
+def test_the_directory_of_a_replay_answers_as_the_replay_did(capsys, tmp_path: Path) -> None:
+    told = replay(capsys, tmp_path, fx_a(), "--json")
+    said = answered(told)
+    assert len(said) == 3
+    compared = strict_json(aggcli(capsys, "compare", told.output, "--json").out)
+    assert compared["answer"] == said
+    screen = " ".join(aggcli(capsys, "compare", told.output).out.split())
+    assert screen.startswith(" ".join(said))
+    assert screen.index("can change them") > screen.index("weight on correct"), "what cannot be shown stands below the table"
+
+
+def test_what_is_no_replay_of_each_mode_once_has_no_answer_of_one(capsys, tmp_path: Path) -> None:
+    """Its cosines are to its own first mode, and what a setting changes is not the mode's doing."""
+    dump = write_jsonl(tmp_path / "dump.jsonl", fx_a())
+    out, other = replay(capsys, tmp_path, dump).output, replay(capsys, tmp_path, dump, "--eps-clip", 0.1).output
+    for flags in ((out, "--baseline", "constant"), (out / "constant", out / "sample_mean")):
+        compared = strict_json(aggcli(capsys, "compare", *flags, "--json").out)
+        assert re.match(r"[24] replays of the same recorded rollouts: constant(,| and) sample_mean", compared["answer"][0])
+    compared = strict_json(aggcli(capsys, "compare", out, other, "--json").out)
+    assert compared["answer"][0].startswith("8 replays of the same recorded rollouts: sample_mean (eps_clip=0.2), prompt_mean")
+    cosines = {row["mode"] for row in compared["outcomes"] if row["outcome"] == "gradient_cosine"}
+    assert cosines == {f"{mode} (eps_clip=0.2)" for mode in ("sample_mean", "prompt_mean", "token_mean", "constant")}
+    compared = strict_json(aggcli(capsys, "compare", out / "sample_mean", other / "constant", "--json").out)
+    assert compared["answer"][0] == "2 replays of the same recorded rollouts: sample_mean and constant."
 
 
 # -- the screen -------------------------------------------------------------------------------------------------------

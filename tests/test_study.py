@@ -171,8 +171,8 @@ def test_policies_that_were_trained_for_different_numbers_of_steps_are_not_paire
 NORMS = {"sample_mean": (2.0, 4.0), "token_mean": (1.0, 1.0), "constant": (0.2, 0.8)}
 """Gradient norms of the two steps: token_mean's are 1/2 and 1/4 of sample_mean's, constant's 1/10 and 1/5."""
 SAID = (
-    "accuracy and length are properties of the rollouts, and no mode can change them; what the modes change is the weight of"
-    " each token"
+    "Accuracy and length are properties of the recorded rollouts, and no mode can change them; what the modes change is the"
+    " weight of each token"
 )
 
 
@@ -206,7 +206,11 @@ def replayed(folder: Path, rollouts: str = "dump", right: int = 50, **settings: 
 def test_replays_of_the_same_rollouts_have_no_verdict_on_accuracy_but_weights_and_gradients(tmp_path: Path, capsys) -> None:
     runs = replayed(tmp_path)
     found = found_in(capsys, runs)
-    assert found["answer"][0].startswith(f"These are replays of the same recorded rollouts: {SAID}, see ")
+    assert found["answer"] == [
+        "3 replays of the same recorded rollouts: sample_mean, token_mean and constant.",
+        "Farthest from sample_mean in gradient norm is constant: gradient norm 0.15x, cosine 0.5; effective sample size 200"
+        " tokens against 100.",
+    ]
     assert [line["text"] for line in found["verdict"]["lines"]] == [
         f"{mode}: gradient norm {ratio}x, cosine 0.5; effective sample size 200 tokens against 100"
         for mode, ratio in (("token_mean", "0.375"), ("constant", "0.15"))
@@ -242,17 +246,23 @@ def test_another_baseline_has_its_own_ratios_and_no_cosine_that_was_recorded_aga
 
 def test_replays_of_different_rollouts_say_so_and_compare_no_gradients_across_them(tmp_path: Path, capsys) -> None:
     found = found_in(capsys, [*replayed(tmp_path / "a"), *replayed(tmp_path / "b", "other", right=60)])
-    assert found["answer"][0].startswith("These are replays of recorded rollouts, not all of them the same: accuracy")
+    assert found["answer"][0].startswith(
+        "6 replays of recorded rollouts, not all of them the same: sample_mean (rollouts=dump), "
+    )
+    assert found["answer"][1].startswith(
+        "Of those with a gradient norm on the same rollouts, farthest from sample_mean (rollou"
+    )
     assert "constant (rollouts=other)" not in rows(found, "gradient_ratio")
     assert "constant (rollouts=dump)" in rows(found, "gradient_ratio")
 
 
 def test_training_on_recorded_rollouts_is_said_as_that_and_one_replay_too(tmp_path: Path, capsys) -> None:
-    trained = found_in(capsys, replayed(tmp_path / "a", train=True))["answer"][0]
-    assert trained.startswith("These runs were trained on the same recorded rollouts: accuracy and length are")
-    assert "and so the policy" in trained
+    runs = replayed(tmp_path / "a", train=True)
+    trained = found_in(capsys, runs)["answer"][0]
+    assert trained == "3 runs trained on the same recorded rollouts: sample_mean, token_mean and constant."
+    assert f"{SAID} and so the policy." in " ".join(printed(capsys, runs)[0].split())
     found = found_in(capsys, replayed(tmp_path / "b")[:1])
-    assert found["answer"][0].startswith(f"This is a replay of recorded rollouts: {SAID}")
+    assert found["answer"] == ["1 replay of recorded rollouts: sample_mean."]
     assert found["verdict"]["lines"] == []
     assert "gainst" not in printed(capsys, [tmp_path / "b" / "sample_mean"])[0]
 

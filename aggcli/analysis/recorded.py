@@ -17,10 +17,13 @@ from aggcli.analysis.comparison import Comparison, Estimate, arms_of, estimate_o
 from aggcli.analysis.histories import History
 from aggcli.analysis.outcomes import Common, Outcome
 from aggcli.analysis.reading import read_lines
+from aggcli.analysis.replay_answer import ANSWERED_FROM, recorded_replay, replay_answer
+from aggcli.analysis.settings import differences
 from aggcli.analysis.units import in_length_unit, one_length_unit
 from aggcli.analysis.verdict import Verdict
+from aggcli.errors import some
 from aggcli.measurement.catalogue import LENGTH_BINS, describe
-from aggcli.measurement.words import plural, short
+from aggcli.measurement.words import listed, plural, short
 from aggcli.records import METRICS
 
 _LENGTHS = dict(zip(LENGTH_BINS, ("0-25 %", "25-50 %", "50-75 %", "75-100 %"), strict=True))
@@ -47,6 +50,9 @@ _OF_THE_POLICY = {"entropy_loss": "entropy of the policy", "kl_loss": "KL to the
 RECORDED_OUTCOMES = {
     name: Outcome(name, head, describe(name).unit, name) for name, head in {**_HEADS, **_OF_THE_POLICY}.items()
 }
+
+MOST_NAMED = 4
+"""Arms that a sentence names; the rest are counted."""
 
 Lines = Mapping[int, Mapping[str, float | None]]
 """Optimizer step -> its numbers."""
@@ -78,8 +84,8 @@ def compare_recorded(runs: Sequence[History], baseline: str | None = None) -> Co
     outcome that is 0 in every arm is left out.
 
     `gradient_ratio` is made from the norms, of the steps that the baseline's run of that seed has too, where both have the same
-    rollouts; `gradient_cosine` is as it was recorded, where that was against the baseline's mode. Raises `SettingError` for a
-    baseline that is not among the labels, and `RecordError`.
+    rollouts; `gradient_cosine` is as it was recorded, where that was against the baseline's mode under the same settings.
+    Raises `SettingError` for a baseline that is not among the labels, and `RecordError`.
     """
     arms = arms_of(runs, baseline)
     base = next(iter(arms))
@@ -92,7 +98,7 @@ def compare_recorded(runs: Sequence[History], baseline: str | None = None) -> Co
         for run in own:
             theirs = of_seed.get(run.seed)
             against = lines[theirs.directory] if theirs is not None and share_rollouts([run, theirs]) else {}
-            cosine = theirs is not None and bool(against) and run.modes[:1] == (theirs.mode,)
+            cosine = theirs is not None and bool(against) and run.modes[:1] == (theirs.mode,) and _as_set([run, theirs])
             for name, value in _means(lines[run.directory], against, cosine=cosine).items():
                 values.setdefault(name, {})[run.seed] = value
         for name, found in values.items():
@@ -101,6 +107,11 @@ def compare_recorded(runs: Sequence[History], baseline: str | None = None) -> Co
     ordered = {name: outcomes[name] for name in names if name in outcomes and any(one.mean for one in outcomes[name].values())}
     defined = {name: replace(one, unit=in_length_unit(one.unit, length_unit)) for name, one in RECORDED_OUTCOMES.items()}
     return Comparison(base, tuple(arms), ordered, None, (), defined, length_unit=length_unit, recorded=True)
+
+
+def _as_set(runs: Sequence[History]) -> bool:
+    """Whether the runs have the same settings, but for their modes."""
+    return not any(one.kind == "setting" for one in differences(runs))
 
 
 def _means(lines: Lines, against: Lines, *, cosine: bool) -> dict[str, float]:
@@ -129,21 +140,57 @@ def _steps(runs: Sequence[History]) -> Common:
 
 
 def recorded_verdict(comparison: Comparison, runs: Sequence[History]) -> Verdict:
-    """That these rollouts cannot tell which mode learns better, and how the modes' gradients on them differ."""
-    replays, several = all(map(is_replay, runs)), len(runs) > 1
-    kind = "These are replays of" if several else "This is a replay of"
-    if not replays:
-        kind = "These runs were trained on" if several else "This run was trained on"
-    which = "recorded rollouts, not all of them the same" if not share_rollouts(runs) else "the same recorded rollouts"
-    headline = (
-        f"{kind} {which if several else 'recorded rollouts'}: accuracy and length are properties of the rollouts, and no mode"
-        f" can change them; what the modes change is the weight of each token{'' if replays else ' and so the policy'}, see the"
-        " weights and gradients below."
-    )
+    """The answer of a replay where these runs are one, else what they are and which of them is farthest off; and how the modes'
+    gradients differ. Raises `RecordError`.
+    """
     lines = [_line(comparison, label) for label in comparison.labels if label != comparison.baseline]
     steps = next((outcome.common for own in comparison.outcomes.values() for outcome in own.values() if outcome.common), None)
     over = f", mean of {plural(steps.points, 'step')}" if steps else ""
-    return Verdict(Answer((headline,)), remarks=(f"against {comparison.baseline}{over}", tuple(filter(None, lines))))
+    answer = _of_one_replay(comparison, runs) or Answer((_what_there_is(comparison, runs), *_farthest(comparison)))
+    return Verdict(answer, remarks=(f"against {comparison.baseline}{over}", tuple(filter(None, lines))))
+
+
+def what_no_mode_changes(runs: Sequence[History]) -> str:
+    """What recorded rollouts cannot show of a mode, and what they can."""
+    policy = "" if all(map(is_replay, runs)) else " and so the policy"
+    return (
+        "Accuracy and length are properties of the recorded rollouts, and no mode can change them; what the modes change is"
+        f" the weight of each token{policy}."
+    )
+
+
+def _of_one_replay(comparison: Comparison, runs: Sequence[History]) -> Answer | None:
+    """The answer of the replay that these runs are: each mode once, on the same rollouts, under the same settings, with cosines
+    to this baseline, and with all that the answer is made of; None where they are none.
+    """
+    modes = [run.mode for run in runs]
+    same = len({run.modes for run in runs}) == len({run.seed for run in runs}) == 1 and share_rollouts(runs)
+    if not all(map(is_replay, runs)) or len(set(modes)) < len(modes) or not (same and _as_set(runs)):
+        return None
+    if len(runs) > 1 and runs[0].modes[:1] != (comparison.baseline,):
+        return None
+    head, steps = recorded_replay([run.directory for run in runs])
+    return replay_answer({**head, "modes": comparison.labels}, steps) if head.keys() >= ANSWERED_FROM else None
+
+
+def _what_there_is(comparison: Comparison, runs: Sequence[History]) -> str:
+    """`6 replays of the same recorded rollouts: sample_mean (eps_clip=0.1), ...`."""
+    kind = ("replay of", "replays of") if all(map(is_replay, runs)) else ("run trained on", "runs trained on")
+    which = "recorded rollouts, not all of them the same" if not share_rollouts(runs) else "the same recorded rollouts"
+    what = f"{plural(len(runs), *kind)} {which if len(runs) > 1 else 'recorded rollouts'}"
+    names = comparison.labels
+    return f"{what}: {listed(names) if len(names) <= MOST_NAMED else some(names, MOST_NAMED)}."
+
+
+def _farthest(comparison: Comparison) -> list[str]:
+    """The arm whose gradient norm is farthest from the baseline's, by the factor; none where no norm differs."""
+    ratios = {label: _mean(comparison, "gradient_ratio", label) for label in comparison.labels if label != comparison.baseline}
+    sizes = {label: abs(math.log(ratio)) for label, ratio in ratios.items() if ratio}
+    label = max(sizes, key=lambda one: sizes[one], default="")
+    if not label or sizes[label] < 1e-9:
+        return []
+    of = "Farthest" if None not in ratios.values() else "Of those with a gradient norm on the same rollouts, farthest"
+    return [f"{of} from {comparison.baseline} in gradient norm is {_line(comparison, label)}."]
 
 
 def _line(comparison: Comparison, label: str) -> str:

@@ -33,6 +33,10 @@ _TELLING = 0.01
 """A difference of two shares of the weight that is worth a word."""
 
 
+ANSWERED_FROM = frozenset({"modes", "settings", "max_response_length"})
+"""What `replay_answer` reads of the head in any case."""
+
+
 def recorded_replay(directories: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The head and the steps of a replay as its `--json` has them, of its results directories. Raises `RecordError`."""
     head: dict[str, Any] = {}

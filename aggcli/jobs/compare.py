@@ -105,10 +105,11 @@ class ComparisonResult(Shown):
 
     def caption_for(self, kind: str) -> str:
         """What stands below the table in a format: table, md or latex."""
+        from aggcli.analysis.recorded import what_no_mode_changes
         from aggcli.report import comparison_tables as tables
 
         if self.study.recorded:
-            return tables.recorded_caption(self.rows)
+            return f"{tables.recorded_caption(self.rows)} {what_no_mode_changes(self.study.runs)}"
         tests, reach = self.study.comparison.tests, self.options.reach
         return tables.caption(self.rows, self.options.precision, tests=tests, iqm=kind == "table", reach=reach)
 

@@ -8,7 +8,6 @@ from aggcli.analysis.answer import Answer
 from aggcli.analysis.comparison import Comparison
 from aggcli.analysis.frames import Frames
 from aggcli.analysis.histories import History, read_histories
-from aggcli.analysis.replay_answer import recorded_replay, replay_answer
 from aggcli.analysis.settings import SettingDifference, differences, labelled, warnings
 from aggcli.analysis.study import Curves, study
 from aggcli.analysis.verdict import Verdict
@@ -20,8 +19,8 @@ class Findings:
     (`aggcli.analysis.study.compared_runs`); `trained`: these where they sampled their own, else empty.
 
     `comparison` is of the trained runs, None where there is none, since the accuracy of recorded rollouts says nothing about a
-    mode; `verdict` is of the trained runs, else of all; `replayed` answers for the modes of one replay. `differing`:
-    settings and versions that are not the same in all runs.
+    mode; `verdict` is of the trained runs, else of all. `differing`: settings and versions that
+    are not the same in all runs.
     """
 
     runs: tuple[History, ...]
@@ -30,14 +29,13 @@ class Findings:
     curves: Curves
     comparison: Comparison | None
     verdict: Verdict
-    replayed: Answer | None
     differing: tuple[SettingDifference, ...]
     notes: tuple[str, ...]
 
     @property
     def answer(self) -> Answer:
         """What stands above everything else."""
-        return self.replayed or self.verdict.answer
+        return self.verdict.answer
 
     @property
     def seeds(self) -> int:
@@ -58,18 +56,7 @@ def find(frames: Frames) -> Findings:
         trained=() if found.recorded else found.runs,
         curves=found.curves,
         comparison=None if found.recorded else found.comparison,
-        replayed=_replayed(frames) if found.recorded else None,
         verdict=replace(found.verdict, warnings=tuple(warnings(differing))),
         differing=tuple(differing),
         notes=(*notes, *found.notes),
     )
-
-
-def _replayed(frames: Frames) -> Answer | None:
-    """The answer of a replay, where these runs are one: each mode once, on the same rollouts, with all that it is made of."""
-    head, steps = recorded_replay([run.directory for run in frames.runs])
-    once = len({run.mode for run in frames.runs}) == len(frames.runs)
-    rollouts = {str(run.settings.get("rollouts")) for run in frames.runs}
-    if not once or len(rollouts) > 1 or not {"modes", "settings", "max_response_length"} <= head.keys():
-        return None
-    return replay_answer({**head, "modes": [run.mode for run in frames.runs]}, steps)

@@ -6,6 +6,7 @@ import numpy as np
 
 from aggcli.analysis.comparison import Comparison
 from aggcli.analysis.frames import Frames, numbers
+from aggcli.analysis.recorded import what_no_mode_changes
 from aggcli.analysis.tolerance import tolerance_of
 from aggcli.measurement.words import listed, plural
 from aggcli.report.findings import Findings
@@ -29,9 +30,11 @@ def question(frames: Frames, findings: Findings) -> str:
 
 
 def uncertainty(findings: Findings) -> list[str]:
-    """What the numbers of the verdict are, and how far they can be believed; empty for recorded rollouts: nothing is tested."""
+    """What the numbers of the verdict are, and how far they can be believed; of recorded rollouts, which
+    nothing is tested on, what they cannot show.
+    """
     if findings.comparison is None:
-        return []
+        return [what_no_mode_changes(findings.compared)]
     if not findings.verdict.rankings:
         return [ONE_SEED] if findings.seeds == 1 else []
     said = ["Modes are ranked by success at equal steps and at equal tokens, never by pg_loss, whose scale is the mode's own."]
