@@ -196,7 +196,7 @@ def test_the_reduced_markers_coincide_and_the_bars_of_the_ranks_end_there(tmp_pa
     assert bars == [(0, 0.25), (0, 0.5), (0.5, -0.25), (-0.25, 0.25), (0.25, 0.25)]
     assert sum(SHARES["dp4:balanced"]) == 0.25
     assert [text.get_text() for text in axes.texts] == ["idle: no samples"]
-    assert "the same in 2 layouts, to the last bit" in axes.get_title(loc="left")
+    assert "the same in 2 layouts, to the last bit" in axes.get_title(loc="left").replace("\n", " ")
     assert figure.get_label() == "In every layout the ranks' shares add up to the same loss (step 0)"
 
 
@@ -208,7 +208,9 @@ def test_a_layout_that_moves_the_loss_is_seen_in_the_marker_and_in_the_title(tmp
     figure = pg_loss_by_rank(read_frames([run]))
     axes = figure.axes[0]
     assert [x for x, _ in points(axes)] == [0.25, 0.5]
-    assert "2 layouts, apart by up to 25 % of the absolute" in axes.get_title(loc="left")  # 0.25 over absolute terms of 1
+    assert "2 layouts, apart by up to 25 % of the absolute" in axes.get_title(loc="left").replace(
+        "\n", " "
+    )  # 0.25 over absolute terms of 1
     assert figure.get_label() == "The layout changes the loss under sample_mean (step 0)"
 
 

@@ -95,7 +95,7 @@ def test_rollouts_whose_lengths_differ_in_unit_are_refused_with_what_to_do(capsy
     line = refused(aggcli(capsys, "compare", "--rollouts", folder, "--rollouts", path))
     assert "in tokens" in line
     assert "in characters" in line
-    assert line.endswith("read them apart, or count both with --tokenizer")
+    assert line.endswith("read them one by one, or count both with --tokenizer")
 
 
 def test_rewards_far_from_the_threshold_are_named(capsys, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_directories_are_listed_in_natural_order(capsys, tmp_path: Path, results
 
 def test_a_framework_of_which_no_rule_is_written_down_is_answered_with_those_that_are(capsys) -> None:
     line = refused(aggcli(capsys, "modes", "--map", "torchrl:prompt_mean"))
-    assert "no rule of torchrl is written down here; frameworks that are: slime, miles, verl" in line
+    assert "no rule of torchrl is known here; known frameworks: slime, miles, verl" in line
 
 
 def test_an_empty_step_between_two_full_ones_is_left_out_of_the_means_and_said(capsys, tmp_path: Path) -> None:
