@@ -299,6 +299,31 @@ def test_a_wide_rows_numbers_stay_in_their_column_and_its_evidence_goes_below() 
     ]
 
 
+def test_a_symmetric_interval_is_a_half_width_and_the_best_is_bold_where_it_is_shown_to_be_the_best() -> None:
+    """0.6 is better than 0.5 where more is, and 0.5 is where less is; nothing is where no difference is shown."""
+    base = Row("accuracy", "accuracy", "share", "higher", "", "a", 3, 0.5, 0.1, 0.4899, 0.51, None)
+    paired = {"difference": 0.1, "difference_low": 0.0757, "difference_high": 0.1243, "p": 0.001, "p_holm": 0.002}
+    other = dataclasses.replace(base, mode="b", mean=0.6, low=0.59, high=0.61, baseline="a", pairs=3, shown=True, **paired)
+    lines = text_table([base, other], 3, "").plain.splitlines()
+    assert lines[1:4] == [
+        "  a                         0.5  [0.49, 0.51]          n = 3",
+        "  b                       0.600 ± 0.010                n = 3",
+        "    minus a              +0.100 ± 0.024                p 0.002",
+    ]
+
+    def bold(*rows: Row) -> list[str]:
+        text = text_table(rows, 3, "")
+        return [text.plain[span.start : span.end] for span in text.spans if span.style == "bold"][1:]
+
+    assert bold(base, other) == ["  b                       0.600"]
+    assert bold(base, dataclasses.replace(other, shown=False)) == []
+    lower = [dataclasses.replace(row, better="lower") for row in (base, other)]
+    assert bold(*lower) == ["  a                         0.5"]
+    third = dataclasses.replace(lower[1], mode="c", shown=False)
+    assert bold(*lower, third) == [], "c may be as good as a"
+    assert bold(*(dataclasses.replace(row, better=None) for row in (base, other))) == []
+
+
 def test_geometric_means_and_the_level_to_reach_are_said_where_they_are_shown() -> None:
     asymptote = Row("curve/asymptote", "A", "", None, "", "a", 2, 0.9, 0.1, 0.8, 1.0, None)
     exponent = dataclasses.replace(asymptote, outcome="curve/exponent")

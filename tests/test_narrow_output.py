@@ -65,26 +65,37 @@ def test_no_number_is_broken_at_any_width_and_no_line_is_longer(name: str, capsy
         assert max(map(len, narrow.splitlines())) <= width
 
 
-def in_four(value: float) -> str:
-    """Four digits, without an exponent above: 2142345 is 2142000."""
-    text = f"{value:.4g}"
+def in_three(value: float) -> str:
+    """Three digits, without an exponent above: 2142345 is 2140000."""
+    text = f"{value:.3g}"
     return f"{float(text):.0f}" if "e+" in text else text
+
+
+def as_shown(mean: float, low: float | None, high: float | None, sign: str = "") -> str:
+    """The mean of an interval that is symmetric, `0.957 ± 0.010`; else that interval; without one the mean."""
+    if low is None or high is None:
+        return in_three(mean)
+    half = (high - low) / 2
+    if not half or abs(low + high - 2 * mean) > 1e-6 * half:
+        digits = ".2g" if sign else ".3g"
+        ends = [f"{float(f'{end:{digits}}'):{sign}.0f}" if abs(end) >= 100 else f"{end:{sign}{digits}}" for end in (low, high)]
+        return f"[{ends[0]}, {ends[1]}]"
+    places = max(0, 1 - int(f"{half:.1e}".split("e")[1]))
+    return f"{mean:{sign}.{places}f} ± {half:.{places}f}"
 
 
 @pytest.mark.parametrize("of", ["trained", "replayed"])
 def test_no_number_of_compared_results_is_broken_at_any_width(of: str, capsys, monkeypatch, request) -> None:
-    """The numbers are those of `--json`, in four digits."""
+    """The numbers are those of `--json`, in three digits, or to the second digit of the half width."""
     folder = request.getfixturevalue(of)
     found = strict_json(aggcli(capsys, "compare", folder, "--format", "json").out)
     texts = {width: printed(capsys, monkeypatch, width, "compare", folder) for width in (60, 80, 100)}
     assert found["outcomes"]
     for row, (width, text) in itertools.product(found["outcomes"], texts.items()):
-        whole = set(WHOLE.findall(text))
-        assert in_four(row["mean"]) in whole, (width, row)
-        if row["low"] is not None:
-            assert f"[{in_four(row['low'])}, {in_four(row['high'])}]" in whole, (width, row)
+        places = set(WHOLE.findall(text)) if row["low"] is None else text
+        assert as_shown(row["mean"], row["low"], row["high"]) in places, (width, row)
         if row["difference_low"] is not None:
-            assert f"[{row['difference_low']:+.3g}, {row['difference_high']:+.3g}]" in whole, (width, row)
+            assert as_shown(row["difference"], row["difference_low"], row["difference_high"], "+") in text, (width, row)
         assert max(map(len, text.splitlines())) <= width
 
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from aggcli.analysis.comparison import Comparison
-from aggcli.report.comparison_rows import with_half_width
+from aggcli.report.comparison_rows import half_width, with_half_width
 from aggcli.report.training_tables import training_table
 from tests.cli import aggcli, strict_json
 
@@ -32,6 +32,12 @@ SMALL = ("--steps=2", "--rollout-batch-size=2", "--n-samples-per-prompt=4", "--d
 )
 def test_a_symmetric_interval_is_its_half_width_and_any_other_its_ends(numbers, signed: bool, text: str) -> None:
     assert with_half_width(*numbers, signed=signed) == text
+
+
+def test_more_digits_are_given_where_they_are_asked_for() -> None:
+    assert half_width(0.95712, 0.94712, 0.96712, precision=5) == ("0.95712", "± 0.01000")
+    assert half_width(0.95712, 0.94712, 0.96712, precision=1) == ("0.96", "± 0.01")
+    assert half_width(0.7, 0.6, 0.72) is None
 
 
 def rendered(shown: dict[str, bool]) -> str:

@@ -28,13 +28,13 @@ from aggcli.records import METRICS
 
 _LENGTHS = dict(zip(LENGTH_BINS, ("0-25 %", "25-50 %", "50-75 %", "75-100 %"), strict=True))
 _NORMS = {
-    "grad_norm_log_probs": "grad norm, log-probs",
-    "grad_norm": "grad norm, parameters",
+    "grad_norm_log_probs": "gradient norm",
+    "grad_norm": "gradient norm of the parameters",
 }
 """Of a replay, and of training: never set against each other."""
 _HEADS = {
-    "total_weight": "total weight (sum w)",
-    "effective_tokens": "effective tokens",
+    "total_weight": "total weight",
+    "effective_tokens": "effective sample size",
     **_NORMS,
     "gradient_ratio": "gradient norm over the baseline's",
     "gradient_cosine": "cosine to the baseline's gradient",

@@ -86,7 +86,7 @@ def compare(
     format: Annotated[
         str, _of_directories("--format", "FORMAT", "table (default), json, csv, md or latex.", FORMATS)
     ] = "table",
-    precision: Annotated[int, _of_directories("--precision", "N", "Significant digits of tables (default: 4).")] = 4,
+    precision: Annotated[int, _of_directories("--precision", "N", "Significant digits of tables (default: 3).")] = 3,
     sort_by: Annotated[
         str | None, _of_directories("--sort-by", "OUTCOME", "Sort modes by this outcome, best first.", _outcomes)
     ] = None,

@@ -36,7 +36,7 @@ class ComparisonOptions:
     """
 
     baseline: str | None = None
-    precision: int = 4
+    precision: int = 3
     sort_by: str | None = None
     only_changed: bool = False
     reach: float | None = None
@@ -111,7 +111,9 @@ class ComparisonResult(Shown):
         if self.study.recorded:
             return f"{tables.recorded_caption(self.rows)} {what_no_mode_changes(self.study.runs)}"
         tests, reach = self.study.comparison.tests, self.options.reach
-        return tables.caption(self.rows, self.options.precision, tests=tests, iqm=kind == "table", reach=reach)
+        terminal = kind == "table"
+        own = {"tests": tests, "iqm": terminal, "half_widths": terminal, "reach": reach}
+        return tables.caption(self.rows, self.options.precision, **own)
 
     def as_json(self) -> dict[str, Any]:
         """What `--json` prints."""

@@ -10,7 +10,11 @@ from aggcli.analysis.outcomes import Common
 from aggcli.analysis.statistics import Interval, is_shown, standard_deviation
 from aggcli.analysis.study import Curves
 from aggcli.errors import SettingError, nearest
+from aggcli.measurement import words
 from aggcli.measurement.words import number, plural
+
+TO_READ = 3
+"""Significant digits of a number that is there to be read."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ class Row:
     no_difference_interval: str = ""
 
 
-def rows_of(comparison: Comparison, precision: int = 4, sort_by: str | None = None, *, only_changed: bool = False) -> list[Row]:
+def rows_of(
+    comparison: Comparison, precision: int = TO_READ, sort_by: str | None = None, *, only_changed: bool = False
+) -> list[Row]:
     """The comparison, a row per outcome and mode, the baseline first or the best by outcome `sort_by` first.
 
     `only_changed` keeps the outcomes whose means differ between modes at this precision. Raises `SettingError` for an unknown
@@ -131,23 +137,38 @@ def curve_rows(curves: Curves) -> list[Row]:
     return rows
 
 
-def with_half_width(mean: float, low: float | None, high: float | None, *, signed: bool = False) -> str:
-    """`0.957 ± 0.010` where the interval is symmetric about the mean, the half width in two digits and the mean to the last of
-    them; otherwise the mean to three digits and `[low, high]` below it; without an interval the mean alone."""
-    sign = "+" if signed else ""
+def with_half_width(
+    mean: float, low: float | None, high: float | None, *, signed: bool = False, precision: int = TO_READ
+) -> str:
+    """`0.957 ± 0.010` where the interval is symmetric about the mean (see `half_width`); otherwise the mean and `[low, high]`
+    below it, to `precision` significant digits; without an interval the mean alone."""
+    if (both := half_width(mean, low, high, signed=signed, precision=precision)) is not None:
+        return " ".join(both)
+    shown = _to_read(mean, precision, signed=signed)
     if low is None or high is None:
-        return _to_read(mean, signed=signed)
+        return shown
+    return f"{shown}\n[{_to_read(low, precision, signed=signed)}, {_to_read(high, precision, signed=signed)}]"
+
+
+def half_width(
+    mean: float, low: float | None, high: float | None, *, signed: bool = False, precision: int = TO_READ
+) -> tuple[str, str] | None:
+    """`0.957` and `± 0.010`: the half width in a digit less than `precision` (one at least), and the mean to the last of them;
+    None where there is no interval, or one that is not symmetric about the mean."""
+    if low is None or high is None:
+        return None
     half = (high - low) / 2
     if not 0 < half < math.inf or abs((high - mean) - (mean - low)) > 1e-6 * half:
-        return f"{_to_read(mean, signed=signed)}\n[{_to_read(low, signed=signed)}, {_to_read(high, signed=signed)}]"
-    places = max(0, 1 - math.floor(math.log10(half)))
-    if places > 6:
-        return f"{mean:{sign}.3g} ± {half:.2g}"
-    return f"{mean:{sign}.{places}f} ± {half:.{places}f}"
+        return None
+    sign, digits = "+" if signed else "", max(1, precision - 1)
+    places = max(0, digits - 1 - math.floor(math.log10(half)))
+    if places > digits + 4:
+        return f"{mean:{sign}.{precision}g}", f"± {half:.{digits}g}"
+    return f"{mean:{sign}.{places}f}", f"± {half:.{places}f}"
 
 
-def _to_read(value: float, *, signed: bool) -> str:
-    return ("+" if signed and value >= 0 else "") + number(value, 3)
+def _to_read(value: float, precision: int, *, signed: bool) -> str:
+    return words.signed(value, precision) if signed else number(value, precision)
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------

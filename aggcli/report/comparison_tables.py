@@ -15,14 +15,17 @@ from aggcli.analysis.effects import RATIO
 from aggcli.analysis.outcomes import COUNTED, OUTCOMES
 from aggcli.analysis.power import MOST_SEEDS
 from aggcli.analysis.statistics import RESAMPLES
+from aggcli.analysis.units import LENGTH_UNITS
 from aggcli.measurement.words import listed, number, plural, signed
 from aggcli.report.blocks import BlockTable
-from aggcli.report.comparison_rows import Row
+from aggcli.report.comparison_rows import Row, half_width, with_half_width
 from aggcli.report.escapes import in_csv, in_latex, in_markdown, visible
 from aggcli.report.folding import WIDTH, folded
 
 NO_DIFFERENCE = "~"
 """Stands where no difference is shown."""
+_SAID_UNITS = (*LENGTH_UNITS.values(), "nats")
+"""Units that stand beside the name of an outcome."""
 ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
 
 
@@ -33,16 +36,29 @@ def text_table(rows: Sequence[Row], precision: int, below: str, width: int = WID
     """For the terminal, in lines of `width` characters: a block an outcome, a line a mode, and under it the paired difference
     with what speaks for it.
     """
-    lines: list[tuple[str, str]] = []
+    lines: list[tuple[str, int]] = []
     for own in by_outcome(rows).values():
-        together = len({row.where for row in own}) == 1
-        lines += [("", ""), *((line, "bold") for line in _folded(_headline(own[0], own[0].where if together else ""), width))]
-        lines += [(line, "") for row in own for line in _cells(row, own, precision, "" if together else row.where, width)]
-    lines += [("", ""), *((line, "") for line in _folded(below, width))]
+        together, best = len({row.where for row in own}) == 1, best_of(own)
+        lines += [("", 0), *((line, width) for line in _folded(_headline(own[0], own[0].where if together else ""), width))]
+        for row in own:
+            cells = _cells(row, own, precision, "" if together else row.where, width)
+            lines += [(line, _NUMBERS if row.mode == best and at == 0 else 0) for at, line in enumerate(cells)]
+    lines += [("", 0), *((line, 0) for line in _folded(below, width))]
     text = Text()
-    for line, style in lines[1:]:
-        text.append(line.rstrip() + "\n", style=style)
+    for line, bold in lines[1:]:
+        text.append(line[:bold], style="bold").append(line[bold:].rstrip() + "\n")
     return text
+
+
+def best_of(rows: Sequence[Row]) -> str | None:
+    """The mode that is the best of an outcome where that is no matter of chance: it is shown to be better than the baseline, or
+    as the baseline every other one is shown to be worse."""
+    better = rows[0].better
+    if better is None or len(rows) < 2:
+        return None
+    best = max(rows, key=lambda row: row.mean if better == "higher" else -row.mean)
+    others = [row for row in rows if row is not best] if best.difference is None else [best]
+    return best.mode if all(row.shown and row.difference is not None for row in others) else None
 
 
 def side_by_side(rows: Sequence[Row], precision: int, below: str) -> Table:
@@ -52,7 +68,8 @@ def side_by_side(rows: Sequence[Row], precision: int, below: str) -> Table:
     table = BlockTable(["; ".join(wheres), *modes], numbers=modes, caption=below)
     for own in by_outcome(rows).values():
         of_mode = {row.mode: row for row in own}
-        table.add_row(Text(own[0].head), *(_stacked(of_mode.get(mode), precision) for mode in modes))
+        unit = f" ({own[0].unit})" if own[0].unit in _SAID_UNITS else ""
+        table.add_row(Text(f"{own[0].head}{unit}"), *(_stacked(of_mode.get(mode), precision) for mode in modes))
     return table
 
 
@@ -97,18 +114,30 @@ def recorded_caption(rows: Sequence[Row]) -> str:
     """How to read the numbers of recorded rollouts, which are not left to chance and so not tested."""
     if all(row.n == 1 for row in rows):
         return "Means over the steps; they are of these rollouts, so there is no interval and no test."
-    said = "Means over the steps [95 % Student-t interval over seeds]; they are of these rollouts, so there is no test."
+    said = "Means over the steps, with the 95 % Student-t interval over seeds; they are of these rollouts, so there is no test."
     return " ".join([said, *_bounded(rows)])
 
 
-def caption(rows: Sequence[Row], precision: int, *, tests: int = 0, iqm: bool = False, reach: float | None = None) -> str:
+def caption(
+    rows: Sequence[Row],
+    precision: int,
+    *,
+    tests: int = 0,
+    iqm: bool = False,
+    half_widths: bool = False,
+    reach: float | None = None,
+) -> str:
     """How to read the numbers. `tests`: how many tests the p-values are corrected over; `iqm`: whether the table has
-    interquartile means; `reach`: the accuracy that was asked for, None where it is the baseline's own.
+    interquartile means; `half_widths`: whether symmetric intervals are ± half their width;
+    `reach`: the accuracy that was asked for, None where it is the baseline's own.
     """
     own_means = [_OWN_MEANS] if any(_has_own_means(row, rows, precision) for row in rows) else []
     if all(row.n == 1 for row in rows):
         return " ".join(["One seed: no interval.", *own_means, *_level(rows, reach)])
-    said = ["Mean [95 % interval over seeds, by Student's t]; differences are paired by seed."]
+    shape = " [95 % interval over seeds, by Student's t]"
+    if half_widths:
+        shape = " and 95 % interval over seeds, by Student's t: ± half its width where it is symmetric, else [from, to]"
+    said = [f"Mean{shape}; differences are paired by seed."]
     said += [*_bounded(rows), *_logarithmic(rows), *own_means]
     tested = [row for row in rows if row.p_holm is not None]
     if tested:
@@ -232,8 +261,7 @@ def _flat(row: Row, rows: Sequence[Row], precision: int) -> list[str]:
 def _stacked(row: Row | None, precision: int) -> str:
     if row is None:
         return ""
-    bounds = _bounds(row.low, row.high, precision)
-    return f"{number(row.mean, precision)}\n{bounds}" if bounds else number(row.mean, precision)
+    return with_half_width(row.mean, row.low, row.high, precision=precision)
 
 
 def _cells(row: Row, rows: Sequence[Row], precision: int, where: str, width: int) -> list[str]:
@@ -244,14 +272,18 @@ def _cells(row: Row, rows: Sequence[Row], precision: int, where: str, width: int
     if row.difference is None and row.p is not None:
         rest += [_evidence(row), _could_show(row)]
     same = "" if row.n == 1 else row.no_interval  # n = 1 is said beside it
-    lines = _line(label, number(row.mean, precision), _bounds(row.low, row.high, precision) or same, [*rest, where], width)
+    mean, bounds = half_width(row.mean, row.low, row.high, precision=precision) or (
+        number(row.mean, precision),
+        _bounds(row.low, row.high, precision) or same,
+    )
+    lines = _line(label, mean, bounds, [*rest, where], width)
     if row.no_difference:
         lines += _folded(f"    {row.no_difference}", width)
     if row.difference is not None:
-        bounds = _difference_bounds(row, precision)
-        lines += _line(
-            f"    minus {row.baseline}", _signed(row.difference, precision), bounds, [_evidence(row), _could_show(row)], width
-        )
+        difference, bounds = half_width(
+            row.difference, row.difference_low, row.difference_high, signed=True, precision=precision
+        ) or (_signed(row.difference, precision), _difference_bounds(row, precision))
+        lines += _line(f"    minus {row.baseline}", difference, bounds, [_evidence(row), _could_show(row)], width)
         if _has_own_means(row, rows, precision):
             over = [row.compared_where, plural(row.pairs or 0, "seed") if row.pairs != row.n else ""]
             lines += _folded(f"{_UNDER}{', '.join(filter(None, [_own_means(row, precision), *over]))}", width)
@@ -260,6 +292,8 @@ def _cells(row: Row, rows: Sequence[Row], precision: int, where: str, width: int
 
 _LABEL = 22
 """Where the column of the numbers begins."""
+_NUMBERS = _LABEL + 9
+"""Where that column ends."""
 _UNDER = " " * 24
 """Where a line that explains the numbers above it begins."""
 
@@ -271,7 +305,7 @@ def _line(label: str, mean: str, bounds: str, rest: Sequence[str], width: int) -
     if len(now) + 2 + len(bounds) > width:
         lines, now = [*lines, now], f"{_UNDER}{bounds}  "
     else:
-        now += f"  {bounds:<20}  "
+        now += f" {bounds:<21}  " if bounds.startswith("±") else f"  {bounds:<20}  "
     for at, part in enumerate(filter(None, rest)):
         comma = ", " if at else ""
         if len(now + comma + part) <= width:
