@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,22 @@ def test_a_folder_whose_subfolders_hold_rollouts_names_them(tmp_path: Path, caps
     write_jsonl(tmp_path / "run/first/0.jsonl", rows(1, 0))
     line = refused(aggcli(capsys, "inspect", tmp_path / "run"))
     assert f"the folder holds no rollout files (.pt, .jsonl, .parquet, .pkl), but {tmp_path}/run/first does" in line
+    for at in range(2, 8):
+        (tmp_path / f"run/{at}").mkdir()
+        write_jsonl(tmp_path / f"run/{at}/0.jsonl", rows(1, 0))
+    line = refused(aggcli(capsys, "inspect", tmp_path / "run"))
+    assert all(f"{tmp_path}/run/{at}" in line for at in range(2, 8))
+    assert line.endswith("do: give one of them, or several")
+
+
+def test_inspect_opens_with_what_the_file_holds_what_can_be_computed_and_what_is_missing(tmp_path: Path, capsys: Any) -> None:
+    shown = aggcli(capsys, "inspect", "example").out
+    assert " ".join(shown.split("\n\n")[0].split()) == (
+        "example: format slime-train, 3 steps: 192 training samples, 1396 trained tokens; every mode can be computed"
+        " (sample_mean, prompt_mean, token_mean and constant) in every step; missing: entropy_loss, correct/entropy."
+    )
+    assert "recorded per token" in shown
+    assert re.search(r"\nreward +0\.547 +0\.625 +0\.484\n", shown), "35, 40 and 31 of 64"
 
 
 def test_a_results_directory_given_as_rollouts_is_named_as_one(tmp_path: Path, capsys: Any) -> None:

@@ -10,7 +10,6 @@ from aggcli.cli.console import out, progress, say
 from aggcli.cli.options import JsonOption, with_settings
 from aggcli.config import FIELDS, SOURCE_SETTINGS, RunConfig, settings_from
 from aggcli.errors import printable
-from aggcli.measurement.words import plural
 
 TAKEN = (*SOURCE_SETTINGS, "correct_threshold")
 """The settings that are this command's options; --rollouts is its argument."""
@@ -48,12 +47,11 @@ def _facts(batch: Any, settings: RunConfig, groups: bool) -> dict[str, Any]:
 
 def _print(name: str, kind: str, steps: list[dict[str, Any]]) -> None:
     from aggcli.report.folding import folded
-    from aggcli.report.inventory_tables import group_table, inventory_table, unit_of
+    from aggcli.report.inventory_tables import group_table, inventory_answer, inventory_table
 
     console = out()
-    unit = unit_of(steps)
-    counted = "" if unit == "tokens" else f", lengths in {unit}, not tokens"
-    console.print(f"{printable(name)}: format {kind}, {plural(len(steps), 'step')}{counted}")
+    console.print(folded(inventory_answer(name, kind, steps), console.width), soft_wrap=True)
+    console.print()
     console.print(inventory_table(steps))
     for step in steps:
         if step.get("prompt_groups"):

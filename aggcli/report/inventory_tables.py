@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aggcli.errors import printable
-from aggcli.measurement.words import plural
+from aggcli.measurement.words import listed, plural, short
 from aggcli.report.blocks import BlockTable
 
 
@@ -25,8 +25,22 @@ def inventory_table(steps: Sequence[Mapping[str, Any]], most: int = 4) -> Table:
     return table
 
 
-LENGTHS = ("response_length", "response_length_min", "response_length_max", "response_tokens", "tokens")
-"""Facts that are counted in the unit of lengths."""
+_NAMES = {
+    "samples": "training samples",
+    "rollouts": "rollouts (N)",
+    "prompts": "prompt groups (P)",
+    "groups_found": "groups are",
+    "samples_without_group": "samples without a group",
+    "length_unit": "lengths are in",
+    "response_length": "response length ({unit})",
+    "response_length_min": "  shortest",
+    "response_length_max": "  longest",
+    "response_tokens": "response {unit}",
+    "tokens": "trained {unit}",
+    "raw_reward": "reward",
+    "streams": "recorded per token",
+}
+"""Facts whose names in `--json` are not how one would say it."""
 
 
 def unit_of(steps: Sequence[Mapping[str, Any]]) -> str:
@@ -35,12 +49,27 @@ def unit_of(steps: Sequence[Mapping[str, Any]]) -> str:
     return {"chars": "characters"}.get(unit, unit)
 
 
-def _named(name: str, steps: Sequence[Mapping[str, Any]]) -> str:
+def inventory_answer(source: str, kind: str, steps: Sequence[Mapping[str, Any]]) -> str:
+    """What the source holds, which modes can be computed of it, and what is missing, in a paragraph."""
     unit = unit_of(steps)
-    words = name.replace("_", " ")
-    if unit == "tokens" or name not in LENGTHS:
-        return words
-    return {"tokens": f"trained {unit}", "response_tokens": f"response {unit}"}.get(name, f"{words} ({unit})")
+    counted = "" if unit == "tokens" else f", lengths in {unit}, not tokens"
+    samples, trained = (sum(step[name] for step in steps) for name in ("samples", "tokens"))
+    held = f"{plural(samples, 'training sample')}, {trained} trained {unit}"
+    missing = list(dict.fromkeys(name for step in steps for name in step["skipped"]))
+    refused = {name for name in missing if name.startswith("mode ")}
+    usable = [name for name in dict.fromkeys(name for step in steps for name in step["computable"]) if name.startswith("mode ")]
+    modes = [name.removeprefix("mode ") for name in usable if name not in refused]
+    every = f"every mode can be computed ({listed(modes)})" if not refused else ""
+    can = every or (f"of the modes {listed(modes)} can be computed" if modes else "no mode can be computed")
+    where = "" if len(steps) == 1 else " in every step"
+    times = {name: sum(name in step["skipped"] for step in steps) for name in missing}
+    told = [name if times[name] == len(steps) else f"{name} ({times[name]} of {len(steps)} steps)" for name in missing]
+    lacks = f"; missing: {', '.join(told)}" if missing else ""
+    return f"{printable(source)}: format {kind}, {plural(len(steps), 'step')}{counted}: {held}; {can}{where}{printable(lacks)}."
+
+
+def _named(name: str, steps: Sequence[Mapping[str, Any]]) -> str:
+    return _NAMES.get(name, name.replace("_", " ")).format(unit=unit_of(steps))
 
 
 def group_table(step: Mapping[str, Any], most: int = 40) -> Table:
@@ -74,7 +103,7 @@ def _ranged(group: Mapping[str, Any], mean: str, least: str, most: str) -> str:
 
 
 def _short(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else short(value)
 
 
 def _fact(value: Any) -> str:
@@ -83,7 +112,7 @@ def _fact(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return short(value)
     if isinstance(value, Mapping):
         return ", ".join(f"{printable(str(name))} {count}" for name, count in value.items())
     if isinstance(value, list):

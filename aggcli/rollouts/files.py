@@ -73,7 +73,9 @@ def _files_of(folder: Path, include_eval: bool) -> list[Path]:
     files = _found(folder)
     if not files:
         below = _folders_below(folder)
-        hint = f"but {some(below)} {'does' if len(below) == 1 else 'do'}: give {below[0]}" if below else "give one that does"
+        hint = f"but {below[0]} does: give {below[0]}" if below else "give one that does"
+        if len(below) > 1:
+            hint = f"but {some(below, 12)} do: give one of them, or several"
         raise RolloutError(
             f"{folder}: the folder holds no rollout files ({', '.join(EXTENSIONS)}){',' if below else ';'} {hint}"
         )
