@@ -221,6 +221,20 @@ def test_a_sampler_log_prob_of_exactly_0_on_a_trained_token_is_said(tmp_path: Pa
         assert "exactly 0" not in aggcli(capsys, "inspect", path).err
 
 
+def test_log_probs_above_0_on_trained_tokens_are_said(tmp_path: Path, capsys: Any) -> None:
+    """Three tokens above 0, of which one is masked and one is 0 but for rounding in bfloat16."""
+    drawn = {
+        "log_probs": [5.0, 0.004, -1.0],
+        "old_log_probs": [-1.0] * 3,
+        "loss_mask": [1, 1, 0],
+        "ref_log_probs": [-1.0, -1.0, 2.0],
+    }
+    path = write_jsonl(tmp_path / "a.jsonl", [sample(3, group_index=0, reward=i, **drawn) for i in range(2)])
+    _, err = compared(capsys, tmp_path, path)
+    assert "note: log_probs above 0 at 2 trained tokens, up to 5: no probability is above 1" in err
+    assert err.count("above 0 at") == 1
+
+
 @pytest.mark.parametrize(
     ("key", "field"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from aggcli.analysis.histories import read_histories
 from tests.cli import aggcli, refused
 from tests.fuzz_records import fuzz
 from tests.test_results import step, write_run
@@ -49,3 +50,11 @@ def test_a_deep_manifest_is_refused_in_one_line(tmp_path: Path, capsys) -> None:
     run = write_run(tmp_path / "a", "sample_mean", 0, [step(0)])
     (run / "manifest.json").write_text('{"schema":1,"a":' + "[" * 50_000)
     assert "is not a results directory" in refused(aggcli(capsys, "compare", run))
+
+
+def test_a_number_that_overflows_a_mean_counts_as_not_measured(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "a", "sample_mean", 0, [step(at, response_length=length) for at, length in enumerate((7.5, 1e308))]
+    )
+    found = read_histories([run])[0][0].measures["response_length"]
+    assert found.tolist() == [7.5, pytest.approx(float("nan"), nan_ok=True)]

@@ -181,13 +181,13 @@ def _measures(parts: Mapping[str, Floats], totals: Mapping[str, Floats], starts:
     """Means over a rollout step from those of its optimizer steps, each by the number of things it averaged."""
     scored = parts["correct/count"] + parts["incorrect/count"]
     weights = {**parts, "scored": scored}
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # what is beyond float64 counts as not measured
         found = {"accuracy": totals["correct/count"] / _sums(scored, starts)}
         for name, over in _MEANS.items():
             known = np.isfinite(parts[name])
             weight = np.where(known, np.where(np.isnan(weights[over]), 1.0, weights[over]), 0.0)
             found[name] = _sums(np.where(known, parts[name], 0.0) * weight, starts) / _sums(weight, starts)
-    return found
+    return {name: np.where(np.isfinite(values), values, np.nan) for name, values in found.items()}
 
 
 def _before(amount: Floats, steps: NDArray[np.int64]) -> Floats:

@@ -10,11 +10,14 @@ from aggcli.measurement.report import LayoutReport, Values
 from aggcli.measurement.words import listed, plural
 from aggcli.objective.step import StepInputs
 from aggcli.objective.weights import masked_weights
-from aggcli.rollouts.batch import NO_GROUP
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 from aggcli.rules import CUSTOM
 
 ZERO = 1e-12
 """A loss below this is 0 but for rounding."""
+LOG_PROBS = ("log_probs_T", "old_log_probs_T", "ref_log_probs_T", "rollout_log_probs_T")
+ROUNDING = 1e-2
+"""A log-probability up to this above 0 may be that of a near certain token, rounded by bfloat16."""
 
 
 def skipped(inputs: StepInputs) -> dict[str, str]:
@@ -45,6 +48,7 @@ def notes_on_step(inputs: StepInputs, values: Mapping[str, Values], layouts: Seq
     first = values[inputs.names[0]]
     return [
         *_on_data(inputs, first),
+        *_on_log_probs(inputs.step),
         *_on_certain_tokens(inputs, first),
         *_on_trained_rollouts(values),
         *_on_groups(inputs, first),
@@ -69,6 +73,18 @@ def _on_data(inputs: StepInputs, values: Values) -> list[str]:
         notes.append("fewer than two log-probability streams: the importance ratio is taken as 1 (exactly on-policy)")
     elif step.old_log_probs_T is None:
         notes.append("old_log_probs are missing: rollout_log_probs are taken as the policy that sampled")
+    return notes
+
+
+def _on_log_probs(step: RolloutBatch) -> list[str]:
+    """Log-probabilities of trained tokens that none can be."""
+    notes = []
+    for field in LOG_PROBS:
+        if (values_T := step.token_fields.get(field)) is not None:
+            above_T = step.loss_mask_T & (values_T > ROUNDING)
+            if count := int(above_T.sum()):
+                most, those = float(values_T[above_T].max()), plural(count, "trained token", "trained tokens")
+                notes.append(f"{field.removesuffix('_T')} above 0 at {those}, up to {most:.3g}: no probability is above 1")
     return notes
 
 
