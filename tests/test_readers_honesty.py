@@ -330,7 +330,7 @@ def test_a_folder_whose_subfolders_hold_rollouts_names_them(tmp_path: Path, caps
         write_jsonl(tmp_path / f"run/{at}/0.jsonl", rows(1, 0))
     line = refused(aggcli(capsys, "inspect", tmp_path / "run"))
     assert all(f"{tmp_path}/run/{at}" in line for at in range(2, 8))
-    assert line.endswith("do: give one of them, or several")
+    assert line.endswith(f"do: give {tmp_path}/run/2, or several of them")
 
 
 def test_inspect_opens_with_what_the_file_holds_what_can_be_computed_and_what_is_missing(tmp_path: Path, capsys: Any) -> None:

@@ -75,7 +75,7 @@ def _files_of(folder: Path, include_eval: bool) -> list[Path]:
         below = _folders_below(folder)
         hint = f"but {below[0]} does: give {below[0]}" if below else "give one that does"
         if len(below) > 1:
-            hint = f"but {some(below, 12)} do: give one of them, or several"
+            hint = f"but {some(below, 12)} do: give {below[0]}, or several of them"
         raise RolloutError(
             f"{folder}: the folder holds no rollout files ({', '.join(EXTENSIONS)}){',' if below else ';'} {hint}"
         )
