@@ -165,6 +165,35 @@ def test_a_rule_that_depends_on_the_layout_is_named_with_what_the_layout_makes_o
     assert "under dp1:contiguous)" in said[0]
 
 
+def test_what_is_the_same_under_one_layout_alone_is_said_of_that_layout(capsys, tmp_path: Path) -> None:
+    """FX-A over all 16 tokens in dp1: trl:bnpo is token_mean there, and 0.2083 instead of 0.1875 in micro-batches of two."""
+    flags = ("--modes", "token_mean,trl:bnpo", "--layouts", MICRO, "--json")
+    said = answered(replay(capsys, tmp_path, fx_a(), *flags))
+    assert said[0].startswith("Under dp1:contiguous trl:bnpo has the same gradient, total weight and shares of the weight as")
+    assert said[1].startswith("Under trl:bnpo the loss depends on the layout")
+    flags = ("--modes", "token_mean,constant,trl:bnpo", "--layouts", MICRO, "--loss-aggregation-divisor", 4, "--json")
+    said = answered(replay(capsys, tmp_path, fx_a(), *flags))
+    assert said[0].startswith("constant has the same gradient, ")
+    assert "; under dp1:contiguous trl:bnpo has the same gradient, " in said[0]
+    assert not any("No difference" in one for one in said)
+
+
+def test_every_number_of_the_sentence_is_of_the_steps_that_have_a_gradient(capsys, tmp_path: Path) -> None:
+    """Step 0, of equal rewards: 8 tokens over 4 x 10, a total weight of 0.2. Step 1 is FX-A, 16 over 40: 0.4 times 0.7651
+    is the norm, and the 8 tokens of the longest get one half instead of a quarter. token_mean has the rest without the 0.4."""
+    write_jsonl(tmp_path / "0.jsonl", [sample(2, group_index=0, reward=1) for _ in range(4)])
+    write_jsonl(tmp_path / "1.jsonl", fx_a())
+    flags = ("--modes", "sample_mean,constant,token_mean", "--loss-aggregation-divisor", 10, "--max-response-length", 8)
+    said = answered(replay(capsys, tmp_path, tmp_path, *flags, "--json"))
+    assert said[0].startswith(
+        "constant: gradient norm 0.306x sample_mean's (mean of the 1 of 2 steps with a gradient): 0.4x is its total weight"
+        " (0.4 against 1: trained tokens over N x L by definition; --loss-aggregation-divisor sets L, here 10 tokens) and the"
+        " other 0.765x comes from where the weight goes (cosine 0.765); responses of "
+    )
+    assert said[0].endswith("responses of more than 6 tokens get 50 % of the weight instead of 25 %.")
+    assert said[1] == "The others: token_mean 0.765x (total weight 1x, cosine 0.765)."
+
+
 def test_layouts_that_change_nothing_are_named_and_so_is_a_single_one(capsys, tmp_path: Path) -> None:
     said = answered(replay(capsys, tmp_path, fx_a(), "--layouts", "dp1,dp2:contiguous", "--json"))
     assert said[-1].startswith(

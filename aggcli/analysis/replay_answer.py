@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,8 @@ class _Pair:
     steps: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...]
     of: int
     """Steps that there are, those that only one of the two has or that hold no trained token included."""
+    moved: frozenset[str]
+    """The rules whose loss depends on the layout, by definition or as it was found here."""
 
     def values(self, of: Callable[[Mapping[str, Any], Mapping[str, Any]], float | None]) -> list[float]:
         found = (of(mine, theirs) for mine, theirs in self.steps)
@@ -82,7 +84,7 @@ class _Pair:
 
     @property
     def ratios(self) -> list[float]:
-        return self.values(lambda mine, theirs: _over(mine.get(_NORM), theirs.get(_NORM)))
+        return self.values(_ratio)
 
     @property
     def cosines(self) -> list[float]:
@@ -95,8 +97,7 @@ class _Pair:
     @property
     def under(self) -> list[str]:
         """The layout that the numbers are of, where the mode or the baseline depends on it."""
-        rules = [recorded_rule(name) for name in (self.mode, self.baseline)]
-        if not any(rule is not None and rule.depends_on_layout for rule in rules):
+        if not self.moved & {self.mode, self.baseline}:
             return []
         return [f"under {listed(list(dict.fromkeys(next(iter(mine['layouts']), '') for mine, _ in self.steps)), 'or')}"]
 
@@ -106,6 +107,11 @@ class _Pair:
         names = ("total_weight", "effective_tokens", _NORM, *(name for name in self.steps[0][0] if "weight_share/" in name))
         same = all(_equal(mine.get(name), theirs.get(name)) for mine, theirs in self.steps for name in names)
         return same and all(abs(cosine - 1) < _SAME for cosine in self.cosines)
+
+    def with_gradient(self) -> _Pair:
+        """The steps whose gradients are compared, so that every number of a sentence is of the same ones; all where none is."""
+        found = tuple(one for one in self.steps if _ratio(*one) is not None)
+        return replace(self, steps=found) if found else self
 
 
 def _on_modes(head: Mapping[str, Any], steps: Steps) -> list[str]:
@@ -117,40 +123,58 @@ def _on_modes(head: Mapping[str, Any], steps: Steps) -> list[str]:
     norms = [one[_NORM] for one in own if one.get(_NORM) is not None]
     if len(rules) == 1:
         return [_alone(head, baseline, own)]
-    pairs = [_pair(head, steps, baseline, rule) for rule in rules[1:]]
+    moved = frozenset(
+        rule for rule in rules if _depends_on_layout(rule) or is_beyond_rounding(largest_between_layouts(steps, rule), head)
+    )
+    pairs = [_pair(head, steps, baseline, rule, moved) for rule in rules[1:]]
     pairs = [pair for pair in pairs if pair.steps]
     if norms and not any(norms) and not any(pair.values(lambda mine, theirs: mine.get(_NORM) or None) for pair in pairs):
         return [f"The gradient is 0 under {_modes(rules)}{_why_zero(own)}: no mode does anything to this batch."]
     return _differences(pairs)
 
 
-def _pair(head: Mapping[str, Any], steps: Steps, baseline: str, mode: str) -> _Pair:
+def _depends_on_layout(name: str) -> bool:
+    rule = recorded_rule(name)
+    return rule is not None and rule.depends_on_layout
+
+
+def _pair(head: Mapping[str, Any], steps: Steps, baseline: str, mode: str, moved: frozenset[str]) -> _Pair:
     both = [step["modes"] for step in steps if baseline in step["modes"] and mode in step["modes"]]
     found = tuple((modes[mode], modes[baseline]) for modes in both if modes[mode].get("tokens"))
-    return _Pair(mode, baseline, head, found, len(steps))
+    return _Pair(mode, baseline, head, found, len(steps), moved)
 
 
 def _differences(pairs: Sequence[_Pair]) -> list[str]:
     """The mode that differs most in a sentence, and the others in another."""
     same = [pair for pair in pairs if pair.is_same]
-    others = sorted((pair for pair in pairs if pair not in same), key=_rank)
+    others = sorted((pair.with_gradient() for pair in pairs if pair not in same), key=_rank)
     if not others:
-        return [f"No difference between the modes here: {_in_one(same)}."]
+        if any(pair.under for pair in same):
+            said = "; ".join(_in_one(same))
+            return [f"{said[0].upper() if said.startswith('under ') else said[0]}{said[1:]}."]
+        return [f"No difference between the modes here: {_in_one(same)[0]}."]
     parts = []
     if others[1:]:
         more = [f"{len(others) - 4} more in the table"] if len(others) > 4 else []
-        parts.append(f"The others: {', '.join([*map(_in_short, others[1:4]), *more])}")
-    if same:
-        parts.append(_in_one(same))
+        steps = len(others[0].steps)
+        parts.append(f"The others: {', '.join([*(_in_short(pair, steps) for pair in others[1:4]), *more])}")
+    parts += _in_one(same)
     return [_sentence(others[0]), *([f"{'; '.join(parts)}."] if parts else [])]
 
 
-def _in_one(same: Sequence[_Pair]) -> str:
-    """`token_mean and constant have the same gradient, ... as sample_mean, because ...`."""
-    what = f"the same {'gradient, ' if same[0].ratios else ''}total weight and shares of the weight as {same[0].baseline}"
-    why = _why_same(same)
-    has = f"{_modes([pair.mode for pair in same])} {'has' if len(same) == 1 else 'have'} {what}"
-    return has + (f", because {why}" if why else "")
+def _in_one(same: Sequence[_Pair]) -> list[str]:
+    """`token_mean and constant have the same gradient, ... as sample_mean, because ...`; what holds under a layout alone is
+    said apart: `under dp1 trl:bnpo has ...`."""
+    groups: dict[str, list[_Pair]] = {}
+    for pair in same:
+        groups.setdefault(" ".join(pair.under), []).append(pair)
+    said = []
+    for under, pairs in groups.items():
+        what = f"the same {'gradient, ' if pairs[0].ratios else ''}total weight and shares of the weight as {pairs[0].baseline}"
+        why = _why_same(pairs)
+        has = f"{_modes([pair.mode for pair in pairs])} {'has' if len(pairs) == 1 else 'have'} {what}"
+        said.append(f"{under and under + ' '}{has}" + (f", because {why}" if why else ""))
+    return said
 
 
 def _rank(pair: _Pair) -> tuple[float, float]:
@@ -162,7 +186,7 @@ def _rank(pair: _Pair) -> tuple[float, float]:
 def _sentence(pair: _Pair) -> str:
     """`prompt_mean: gradient norm 0.102x sample_mean's: ...; responses of more than 12 tokens get ...`."""
     ratio, scale, cosines = _mean(pair.ratios), _mean(pair.scales), pair.cosines
-    has, what = (len(pair.steps), "trained tokens") if ratio is None else (len(pair.ratios), "a gradient")
+    has, what = len(pair.steps), "trained tokens" if ratio is None else "a gradient"
     over = (
         [f"mean of {has} steps" if has == pair.of else f"mean of the {has} of {pair.of} steps with {what}"]
         if pair.of > 1
@@ -182,7 +206,8 @@ def _sentence(pair: _Pair) -> str:
 def _split(pair: _Pair, ratio: float, scale: float | None, cosines: Sequence[float]) -> str:
     """The norm apart into its scale and its direction, in words."""
     cosine = _mean(cosines)
-    towards = "" if cosine is None else f"cosine {_cosine(cosine)}"
+    of = f", of {plural(len(cosines), 'step')}" if len(cosines) != len(pair.steps) else ""
+    towards = "" if cosine is None else f"cosine {_cosine(cosine)}{of}"
     settings = pair.head["settings"]
     if scale is None or scale <= 0 or settings.get("kl_coef") or settings.get("entropy_coef"):
         total = "" if scale is None else f"total weight {short(scale)}x{_why_scale(pair)}"
@@ -208,10 +233,14 @@ def _split(pair: _Pair, ratio: float, scale: float | None, cosines: Sequence[flo
     )
 
 
+def _ratio(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float | None:
+    return _over(mine.get(_NORM), theirs.get(_NORM))
+
+
 def _rest(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float | None:
     """The ratio of the norms at equal total weight."""
     scale = _over(mine.get("total_weight"), theirs.get("total_weight"))
-    ratio = _over(mine.get(_NORM), theirs.get(_NORM))
+    ratio = _ratio(mine, theirs)
     return ratio / scale if ratio is not None and scale is not None and scale > 0 else None
 
 
@@ -222,7 +251,9 @@ def _why_scale(pair: _Pair) -> str:
         return ""
     why = _definition(pair.mode, [step[0] for step in pair.steps], pair.head)
     why = why or _definition(pair.baseline, [step[1] for step in pair.steps], pair.head, of=pair.baseline)
-    return f" ({short(mine)} against {short(theirs)}{why})"
+    scale = _mean(pair.scales)
+    means = "" if scale is None or abs(scale * theirs - mine) < _SAME * abs(mine) else "in the mean "
+    return f" ({means}{short(mine)} against {short(theirs)}{why})"
 
 
 def _definition(mode: str, values: Sequence[Mapping[str, Any]], head: Mapping[str, Any], of: str = "") -> str:
@@ -283,11 +314,12 @@ def length_bin(bin_: str, head: Mapping[str, Any]) -> str:
     return f"{high} {unit}" if low + 1 == high else f"{low + 1} to {high} {unit}"
 
 
-def _in_short(pair: _Pair) -> str:
-    """`token_mean 0.811x (total weight 1x, cosine 0.847)`; without a gradient `token_mean (total weight 1x)`."""
+def _in_short(pair: _Pair, steps: int) -> str:
+    """`token_mean 0.811x (total weight 1x, cosine 0.847)`; how many steps it is of unless it has as many as the first"""
     ratio, scale, cosine = _mean(pair.ratios), _mean(pair.scales), _mean(pair.cosines)
     parts = [f"total weight {short(scale)}x" if scale is not None else ""]
     parts += [f"cosine {_cosine(cosine)}" if cosine is not None else "", *pair.under]
+    parts += [f"mean of {len(pair.steps)} of {pair.of} steps"] if len(pair.steps) != steps else []
     beside = ", ".join(filter(None, parts))
     return " ".join(filter(None, (pair.mode, f"{short(ratio)}x" if ratio is not None else "", beside and f"({beside})")))
 
@@ -415,7 +447,7 @@ def _on_layouts(head: Mapping[str, Any], steps: Steps) -> str:
 
 def _fault(moved: Iterable[str]) -> str:
     """Said where a rule moved that no layout may move."""
-    exact = [name for name in moved if (rule := recorded_rule(name)) is not None and not rule.depends_on_layout]
+    exact = [name for name in moved if recorded_rule(name) is not None and not _depends_on_layout(name)]
     return f" (a fault: none may under {_modes(exact)})" if exact else ""
 
 
