@@ -45,7 +45,7 @@ def test_the_seeds_needed_are_the_fewest_whose_power_by_the_noncentral_t_is_80_p
 
 def test_power_is_known_where_scipy_has_no_noncentral_t():
     """Noncentrality 332 with one degree of freedom: |Z + 332| > 331 |S|, so about P(|S| < 1.004) = 0.685 of a normal S."""
-    assert power_at(332 / math.sqrt(2), 1.0, 2, 2 * stats.t.sf(331, 1)) == pytest.approx(
+    assert power_at(332 / math.sqrt(2), 1.0, 2, float(2 * stats.t.sf(331, 1))) == pytest.approx(
         2 * stats.norm.cdf(332 / 331) - 1, abs=2e-3
     )
     assert seeds_needed(1e-3, 1.0, 0.05) is None, "beyond the most that are counted"

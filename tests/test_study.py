@@ -139,7 +139,7 @@ def test_the_table_after_training_marks_the_differences_that_the_answer_does_not
     table = training_table(summary, comparison)
     cells = {str(column.header): list(column.cells)[-1] for column in table.columns}
     assert cells["accuracy ↑"] == "+0.110 ± 0.025"
-    assert cells["length, wrong"].startswith("~ +0.90 ± 0.")
+    assert str(cells["length, wrong"]).startswith("~ +0.90 ± 0.")
     assert "corrected by Holm over all 7 tests" in str(table.caption)
 
 
