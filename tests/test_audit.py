@@ -336,6 +336,17 @@ def test_every_optimizer_step_of_a_file_is_audited(capsys: pytest.CaptureFixture
     assert len(found["steps"]) == len(optimizer_steps(batch, 16)) == 4
 
 
+def test_what_moves_a_rule_most_is_said_to_be_of_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FX-A as the second step: its first micro-batch of two samples has 4 of the 16 tokens, a change of 100 %. In the first
+    step both micro-batches have as many tokens, and nothing changes."""
+    even = [{"response_length": 2, "advantage": 1.0, "group_index": 0} for _ in range(4)]
+    write_jsonl(tmp_path / "0.jsonl", even)
+    write_jsonl(tmp_path / "1.jsonl", fx_a())
+    layouts = ("--layouts", "dp1:contiguous,dp1:contiguous:mb2", "--no-search")
+    words = " ".join(aggcli(capsys, "audit", tmp_path, "--rules", "token_mean,trl:bnpo", *layouts).out.split())
+    assert "most under dp1:contiguous:mb2, step 1: a weight changes by 100 %" in words
+
+
 # -- what was evaluated ------------------------------------------------------------------------------------------------
 
 

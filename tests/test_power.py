@@ -105,4 +105,7 @@ def test_a_plan_that_cannot_be_is_refused(tmp_path: Path, capsys) -> None:
     runs = paired(tmp_path)
     assert "must be a difference above 0" in refused(aggcli(capsys, "compare", *runs, "--plan", "0"))
     assert "is not in the comparison" in refused(aggcli(capsys, "compare", *runs, "--plan", "0.1", "--plan-outcome", "accurcy"))
+    assert refused(aggcli(capsys, "compare", *runs, "--plan", "1.4")).endswith(
+        "--plan 1.4: accuracy in training rollouts, equal steps cannot differ by more than 1"
+    )
     assert "give the difference to plan for" in refused(aggcli(capsys, "compare", *runs, "--plan-outcome", "accuracy"))

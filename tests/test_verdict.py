@@ -18,6 +18,7 @@ from aggcli.analysis.outcomes import mean_between, tokens_to_reach
 from aggcli.analysis.settings import labelled
 from aggcli.analysis.training_answer import verdict
 from aggcli.errors import SettingError
+from aggcli.report.comparison_rows import rows_of
 
 
 def run(mode: str, seed: int, accuracy: ArrayLike, per_step: float = 10.0, steps: Sequence[int] | None = None) -> History:
@@ -187,6 +188,35 @@ def test_without_accuracy_or_reward_there_is_no_verdict():
     assert verdict(compare([blank])).answer.text == f"Neither accuracy nor reward was recorded. {only}"
     alone = verdict(compare([run("a", 0, [0.5, 0.6])]))
     assert alone.answer.text == f"a: accuracy in training rollouts, equal steps 0.6 over 1 seed. {only}"
+
+
+def test_a_difference_beyond_the_range_of_an_outcome_is_no_difference_that_could_have_been_shown() -> None:
+    """Two seeds, differences 0.1 and 0.3 on both axes: 0.1 is their standard error, and three tests are made (tokens are the
+    same), so the Cauchy law's cot(0.025 pi / 3) and tan(0.3 pi), times that, are 3.82 + 0.14 of an accuracy."""
+    runs = [run("a", s, [0.1, 0.5]) for s in range(2)] + [run("b", s, [0.1, 0.6 + s / 5]) for s in range(2)]
+    found = verdict(compare(runs, window=0, reach=1.0))
+    pair = found.rankings[0].standings[0]
+    assert pair.power is not None
+    assert pair.power.smallest == pytest.approx(0.1 * (1 / math.tan(math.pi * 0.025 / 3) + math.tan(math.pi * 0.3)), rel=1e-6)
+    assert found.answer.sentences[1] == (
+        "No possible difference in accuracy would have been shown with 80 % power: 2 seeds at this spread."
+    )
+    assert found.lists[0][1][0].endswith("; at this spread no possible difference would have been shown with 80 % power")
+    rows = [row for row in rows_of(compare(runs, window=0, reach=1.0)) if row.mode == "b" and row.outcome == "accuracy"]
+    assert [(row.smallest_difference, row.no_smallest_difference) for row in rows] == [(None, "no possible difference")]
+
+
+def test_an_interval_of_a_length_ends_at_the_response_limit_where_it_is_known() -> None:
+    """Lengths 10 and 30, standard error 10: 20 exp(12.7062 * 10 / 20) is far beyond the limit of 32."""
+
+    def of(length: float, seed: int, limit: int | None) -> History:
+        one = run("a", seed, [0.5])
+        measures = {**one.measures, "response_length": np.array([length])}
+        return dataclasses.replace(one, measures=measures, settings={} if limit is None else {"max_response_length": limit})
+
+    for limit, high in ((32, 32.0), (None, 20 * math.exp(12.7062047 / 2))):
+        found = compare([of(10.0, 0, limit), of(30.0, 1, limit)], window=0).outcomes["response_length"]["a"]
+        assert (found.mean, found.high) == (pytest.approx(20.0), pytest.approx(high, rel=1e-6))
 
 
 # -- on fresh prompts, at the end -------------------------------------------------------------------------------------

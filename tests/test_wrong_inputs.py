@@ -66,10 +66,11 @@ def test_a_run_that_collapses_says_so_first(capsys, tmp_path: Path) -> None:
     small = ("--steps=3", "--rollout-batch-size=4", "--n-samples-per-prompt=4", "--device=cpu", "--layouts=dp1")
     told = aggcli(capsys, "run", "--lr", "1e3", *small, "--output", tmp_path / "out")
     assert told.code == 0, told.err
-    first = " ".join(told.out.split())
-    assert first.startswith(
-        "sample_mean, seed 0, collapsed or never learned anything: accuracy 0 and every response at the limit"
+    words = " ".join(told.out.split())
+    assert words.startswith(
+        "sample_mean, seed 0, collapsed: after 3 steps, accuracy 0 (0.459 before) and every response at the limit"
     )
+    assert words.count("accuracy 0 ") == 1, "it is said once"
 
 
 def test_a_tokenizer_for_a_dump_that_holds_tokens_is_said_to_be_of_no_use(capsys, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,21 @@ import numpy as np
 
 from aggcli.analysis.efficiency import EfficiencyPair
 from aggcli.analysis.histories import History, with_labels
-from aggcli.analysis.outcomes import OUTCOMES, WINDOW, Common, Outcome, Terms, default_reach, span_of, steps_trained, values_in
+from aggcli.analysis.outcomes import (
+    OUTCOMES,
+    WINDOW,
+    Common,
+    Outcome,
+    Terms,
+    bounds_of,
+    default_reach,
+    span_of,
+    steps_trained,
+    values_in,
+)
 from aggcli.analysis.power import Power, power_of
 from aggcli.analysis.statistics import (
+    Bounds,
     Interval,
     PairedTest,
     holm,
@@ -39,7 +52,8 @@ from aggcli.measurement.words import plural
 class Pair:
     """An arm against the baseline. `mean` and `baseline_mean`: the two whose difference it is, over the pair's seeds and where
     its own runs are equal; `p_holm` and `sign_flip_holm`: corrected over all tests of the comparison; `level`: what `test.p`
-    must be below for a difference to be shown, given the other tests; None where there is no test.
+    must be below for a difference to be shown, given the other tests; None where there is no test; `most`: the
+    largest difference that there can be.
     """
 
     baseline: str
@@ -50,6 +64,7 @@ class Pair:
     p_holm: float | None = None
     sign_flip_holm: float | None = None
     level: float | None = None
+    most: float = math.inf
 
     @property
     def shown(self) -> bool:
@@ -59,13 +74,15 @@ class Pair:
     @functools.cached_property
     def power(self) -> Power | None:
         """What the pair could have shown; None where its differences have no spread."""
-        return None if self.level is None or not self.test.std else power_of(self.test.std, self.test.difference.n, self.level)
+        std, n = self.test.std, self.test.difference.n
+        return None if self.level is None or not std else power_of(std, n, self.level, self.most)
 
 
 @dataclass(frozen=True)
 class Estimate:
     """An outcome of an arm: `values` a seed, their mean with its interval, and the pair where it is not the baseline's own;
-    `unpaired`: why there is none. The mean is arithmetic; the interval of a share stays within 0 and 1 (`statistics.interval`).
+    `unpaired`: why there is none. The mean is arithmetic; the interval of a share stays within 0 and 1 (`statistics.interval`),
+    and that of a length below the response limit, where it is known.
     """
 
     label: str
@@ -179,17 +196,20 @@ def arms_of(runs: Sequence[History], baseline: str | None) -> dict[str, list[His
     return {base: arms[base], **arms}
 
 
-def estimate_of(outcome: Outcome, label: str, values: Mapping[int, float], common: Common | None) -> Estimate:
-    """The estimate of an arm's values of an outcome, one a seed (at least one)."""
+def estimate_of(
+    outcome: Outcome, label: str, values: Mapping[int, float], common: Common | None, bounds: Bounds | None = None
+) -> Estimate:
+    """The estimate of an arm's values of an outcome, one a seed (at least one), cut at the upper end of `bounds`."""
     own = list(values.values())
     found = interval(own, outcome.bounds, skewed=outcome.skewed)
-    return Estimate(label, values, found.mean, standard_deviation(own), found.low, found.high, interquartile_mean(own), common)
+    high = found.high if bounds is None or found.high is None else min(found.high, bounds[1])
+    return Estimate(label, values, found.mean, standard_deviation(own), found.low, high, interquartile_mean(own), common)
 
 
 def _estimate(outcome: Outcome, label: str, runs: Sequence[History], terms: Terms) -> Estimate | None:
     span = span_of(outcome, runs, terms.window)
     values = values_in(outcome, runs, span, terms)
-    return estimate_of(outcome, label, values, span and span.common) if values else None
+    return estimate_of(outcome, label, values, span and span.common, bounds_of(outcome, runs)) if values else None
 
 
 def _with_pairs(
@@ -211,11 +231,13 @@ def _pair(outcome: Outcome, arm: Sequence[History], base: Sequence[History], ter
         return f"not paired: no seed in common with {base[0].label}"
     span = span_of(outcome, [*mine, *theirs], terms.window)
     values, against = (values_in(outcome, runs, span, terms) for runs in (mine, theirs))
-    test, seeds = paired_test(values, against, outcome.bounds), values.keys() & against.keys()
+    bounds = bounds_of(outcome, [*mine, *theirs])
+    test, seeds = paired_test(values, against, bounds), values.keys() & against.keys()
     if test is None:
         return f"not paired: no seed has a number in both it and {base[0].label} where they are equal"
     means = (interval([of[seed] for seed in sorted(seeds)]).mean for of in (values, against))
-    return Pair(base[0].label, span and span.common, test, *means)
+    most = math.inf if bounds is None else bounds[1] - bounds[0]
+    return Pair(base[0].label, span and span.common, test, *means, most=most)
 
 
 def _reward_is_accuracy(runs: Sequence[History]) -> bool:

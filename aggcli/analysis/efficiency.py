@@ -7,6 +7,7 @@ seed.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
 from aggcli.analysis.histories import AXES, History, with_labels
 from aggcli.analysis.power import Power, power_of
 from aggcli.analysis.sigmoid import CurveParameters, Floats, sigmoid, slopes
-from aggcli.analysis.statistics import SHARE, Interval, PairedTest, geometric_interval, interval, paired_test
+from aggcli.analysis.statistics import SHARE, Bounds, Interval, PairedTest, geometric_interval, interval, paired_test
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,20 @@ def fit_runs(
     return fitted
 
 
+def _within(found: Interval, bounds: Bounds | None) -> Interval:
+    if bounds is None or found.low is None or found.high is None:
+        return found
+    high = min(found.high, bounds[1]) if found.mean <= bounds[1] else found.high
+    return dataclasses.replace(found, low=max(found.low, bounds[0]), high=high)
+
+
 MOST_FITS = 40
 """Curves are fitted unasked for up to this many runs (a tenth of a second each)."""
 
 
 def mode_curves(fitted: Sequence[FittedRun], measure: str = "accuracy") -> dict[str, ModeCurve]:
-    """Label -> A, B and C_mid over its seeds. Of accuracy, A is a share (see `statistics.interval`)."""
+    """Label -> A, B and C_mid over its seeds. Of accuracy, A is a share (see `statistics.interval`); where the fit of some seed
+    lies above 1, the interval is Student's, cut at 0 and 1 (a mean above 1 keeps its upper end)."""
     bounds = SHARE if measure == "accuracy" else None
     found = {}
     for label in with_labels(one.run for one in fitted):
@@ -94,7 +103,7 @@ def mode_curves(fitted: Sequence[FittedRun], measure: str = "accuracy") -> dict[
         values = {name: tuple(getattr(curve, name).mean for curve in bent) for name in ("asymptote", "exponent", "midpoint")}
         found[label] = ModeCurve(
             label,
-            interval(values["asymptote"], bounds) if bent else None,
+            _within(interval(values["asymptote"], bounds), bounds) if bent else None,
             geometric_interval(values["exponent"]) if bent else None,
             geometric_interval(values["midpoint"]) if bent else None,
             tuple(f"seed {one.run.seed}: {one.curve.reason}" for one in own if isinstance(one.curve, Refused)),

@@ -19,12 +19,12 @@ FINAL = {
 
 
 def final_summary(
-    runs: Sequence[tuple[str, str, int]], evaluations: Mapping[str, Mapping[str, float | None]]
+    runs: Sequence[tuple[str, str, int]], evaluations: Mapping[str, Mapping[str, float | None]], limit: float | None = None
 ) -> dict[str, Any]:
     """`modes` -> metric -> mean, low, high, n, and the paired `difference` to the baseline mode's; and the missing runs.
 
     `runs`: (name, mode, seed) of every run that was asked for; `evaluations`: run name -> metric -> value (None where there
-    was nothing to measure) of those that finished.
+    was nothing to measure) of those that finished; `limit`: the response limit, where intervals of mean lengths are cut.
     """
     modes = list(dict.fromkeys(mode for _, mode, _ in runs))
     summary: dict[str, Any] = {"baseline": modes[0], "modes": {}}
@@ -42,6 +42,8 @@ def final_summary(
         for field, name in FINAL.items():
             own, outcome = values[mode, field], OUTCOMES[f"{name}_on_fresh_prompts"]
             found = interval(list(own.values()), outcome.bounds, skewed=outcome.skewed) if own else None
+            if found is not None and found.high is not None and limit is not None and field.endswith("response_length"):
+                found = dataclasses.replace(found, high=min(found.high, limit))
             metrics[name] = None if found is None else dataclasses.asdict(found)
             if own and mode != modes[0]:
                 difference = paired_difference(own, values[modes[0], field], outcome.bounds)

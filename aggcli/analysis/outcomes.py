@@ -147,6 +147,16 @@ class Terms:
     ends: Mapping[str, Mapping[Path, float]] = field(default_factory=dict)
 
 
+def bounds_of(outcome: Outcome, runs: Sequence[History]) -> Bounds | None:
+    """What the numbers of these runs lie between; of a mean response length the largest response limit among them, where each
+    records one in the unit of its lengths. None where there are no such bounds."""
+    limits = [run.settings.get("max_response_length") for run in runs if run.length_unit == "tokens"]
+    known = [float(limit) for limit in limits if isinstance(limit, int | float)]
+    if outcome.measure.endswith("response_length") and runs and len(known) == len(runs):
+        return (0.0, max(known))
+    return outcome.bounds
+
+
 # -- one number a run -----------------------------------------------------------------------------------------------
 
 

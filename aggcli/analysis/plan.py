@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from aggcli.analysis.comparison import Comparison
@@ -63,9 +64,13 @@ class Plan:
 
 
 def plan_of(comparison: Comparison, difference: float, outcome: str) -> Plan:
-    """Raises `SettingError` for an outcome that is not in the comparison, or in which nothing is paired."""
+    """Raises `SettingError` for an outcome that is not in the comparison, in which nothing is paired, or that cannot differ by
+    as much."""
     if outcome not in comparison.outcomes:
         raise SettingError(f"--plan-outcome {outcome}: is not in the comparison{nearest(outcome, comparison.outcomes)}")
+    most = max((one.pair.most for one in comparison.outcomes[outcome].values() if one.pair is not None), default=math.inf)
+    if difference > most:
+        raise SettingError(f"--plan {difference:g}: {comparison.named(outcome)} cannot differ by more than {most:g}")
     level = ALPHA / max(comparison.tests, 1)
     found = []
     for label, one in comparison.outcomes[outcome].items():

@@ -28,19 +28,21 @@ _POINTS = 2**9
 class Power:
     """What a pair of n seeds could have shown. `std`: of its paired differences, with n - 1; `level`: that it was tested at,
     after Holm; `smallest`: the smallest difference shown in 80 % of such comparisons, in the unit of the outcome;
-    `seeds_for_half`: seeds that half of it needs at this level, None beyond `MOST_SEEDS`.
+    `seeds_for_half`: seeds that half of it needs at this level, None beyond `MOST_SEEDS`; `possible`: whether the outcome can
+    differ by as much as `smallest`, which is otherwise of no use but to compute with.
     """
 
     std: float
     level: float
     smallest: float
     seeds_for_half: int | None
+    possible: bool = True
 
 
-def power_of(std: float, n: int, level: float) -> Power:
-    """See `Power`. `n`: seeds, two at least; `std` above 0."""
+def power_of(std: float, n: int, level: float, most: float = math.inf) -> Power:
+    """See `Power`. `n`: seeds, two at least; `std` above 0; `most`: the largest difference that the outcome can have."""
     smallest = smallest_difference(std, n, level)
-    return Power(std, level, smallest, seeds_needed(smallest / 2, std, level))
+    return Power(std, level, smallest, seeds_needed(smallest / 2, std, level), smallest <= most)
 
 
 def smallest_difference(std: float, n: int, level: float, power: float = POWER) -> float:

@@ -137,15 +137,22 @@ def _power(comparison: Comparison, rankings: Sequence[Ranking]) -> str:
     found = {label: pair.power for label, pair in pairs.items() if not pair.shown and pair.power is not None}
     if not found:
         return ""
-    smallest = sorted(found.items(), key=lambda one: one[1].smallest)
-    sizes = list(dict.fromkeys(number(one.smallest, 2) for _, one in (smallest[0], smallest[-1])))
-    seeds = [one.seeds_for_half for one in found.values()]
+    able = [one for one in found.values() if one.possible]
+    never = [label for label, one in found.items() if not one.possible]
+    under = f" under {listed(_few(never), 'or')}" if able and never else ""
+    n = plural(min(pairs[label].test.difference.n for label in never), "seed") if never else ""
+    none = f"no possible difference in {word} would have been shown{under} with 80 % power: {n} at this spread"
+    if not able:
+        return none
+    smallest = sorted(able, key=lambda one: one.smallest)
+    sizes = list(dict.fromkeys(number(one.smallest, 2) for one in (smallest[0], smallest[-1])))
+    seeds = [one.seeds_for_half for one in able]
     most = max((MOST_SEEDS + 1 if one is None else one) for one in seeds)
     takes = f"more than {MOST_SEEDS} seeds" if most > MOST_SEEDS else f"{most} seeds"
     by_mode = f" to {sizes[-1]}, by mode" if len(sizes) > 1 else ""
     return (
         f"the smallest difference in {word} that would have been shown with 80 % power is {sizes[0]}{by_mode}, and half of that"
-        f" takes {takes} if the spread stays as it is"
+        f" takes {takes} if the spread stays as it is{f'; {none}' if never else ''}"
     )
 
 

@@ -149,6 +149,8 @@ def could_show(power: Power | None) -> str:
     """`; smallest difference at 80 % power 0.021, half of it with 14 seeds`; empty without."""
     if power is None:
         return ""
+    if not power.possible:
+        return "; at this spread no possible difference would have been shown with 80 % power"
     half = "" if power.seeds_for_half is None else f", half of it with {power.seeds_for_half} seeds"
     return f"; smallest difference at 80 % power {number(power.smallest, 3)}{half}"
 

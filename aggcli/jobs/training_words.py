@@ -77,7 +77,8 @@ def summary_of(setup: Setup, runs: Sequence[RunSpec], shares: Sequence[Share], d
 
     names = [(run.name, run.mode, run.seed) for run in runs]
     if setup.task is not None:
-        return final_summary(names, {name: found for share in shares for name, found in share.final.items()})
+        final = {name: found for share in shares for name, found in share.final.items()}
+        return final_summary(names, final, setup.response_limit)
     lines = {run.name: list(records.read_lines(directory / run.name / records.METRICS)) for run in runs}
     return last_step_summary(names, {name: found[-1] for name, found in lines.items() if found})
 
@@ -95,8 +96,9 @@ def answer_of_a_run(result: TrainingResult) -> Answer:
             f"{runs} trained for {steps} on recorded rollouts, whose accuracy and lengths no mode can change; the table has the"
             " numbers of the last optimizer step."
         )
-    said += collapsed(result)
-    for run in (run for run in result.runs if run.name in final):
+    gone = collapsed(result)
+    said += gone.values()
+    for run in (run for run in result.runs if run.name in final and run.name not in gone):
         found = final[run.name]
         before = "" if result.accuracy_before is None else f" ({short(result.accuracy_before)} before)"
         lengths = [f"responses of {_tokens(found['response_length'])}"]
@@ -112,16 +114,22 @@ def answer_of_a_run(result: TrainingResult) -> Answer:
     return Answer(tuple(said))
 
 
-def collapsed(result: TrainingResult) -> list[str]:
-    """A sentence on each run that ended without a right answer and with every response at the limit."""
+def collapsed(result: TrainingResult) -> dict[str, str]:
+    """Run -> a sentence, of each that ended without a right answer and with every response at the limit: what it came from,
+    by the accuracy before training."""
+    from aggcli.grid import EVALUATION_PROMPTS
+
     final = {name: found for share in result.shares for name, found in share.final.items()}
     limit = result.setup.response_limit
-    return [
-        f"{run.mode}, seed {run.seed}, collapsed or never learned anything: accuracy 0 and every response at the limit of"
-        f" {limit} tokens on fresh prompts."
+    before, steps = result.accuracy_before, plural(result.request.config.training.steps, "step")
+    what = "collapsed" if before else "never learned anything" if before == 0 else "collapsed or never learned anything"
+    start = "" if before is None else f" ({short(before)} before)"
+    return {
+        run.name: f"{run.mode}, seed {run.seed}, {what}: after {steps}, accuracy 0{start} and every response at the limit of"
+        f" {limit} tokens, on {EVALUATION_PROMPTS} fresh prompts."
         for run in result.runs
         if run.name in final and is_collapsed(final[run.name]["accuracy"], final[run.name]["response_length"], limit)
-    ]
+    }
 
 
 def _tokens(length: float | None) -> str:

@@ -90,7 +90,7 @@ def _on_layouts(head: Mapping[str, Any], steps: Sequence[Step], compared: Sequen
             loss = f"the step loss is {_number(other['pg_loss'])} instead of {_number(report['pg_loss'])}"
             change += f" and {loss} under {report['reference_layout']}"
         if len(steps) > 1:
-            change += f" (step {next(step['step'] for step in steps if step['rules'].get(rule) is report)})"
+            change += f" (step {_step_of(report, rule, steps)})"
         told.append(change)
     broken = [rule for rule in varying if _change(_of(steps, rule)) == "NaN"]
     if broken:
@@ -221,10 +221,16 @@ def _reasons(steps: Sequence[Step], rules: Sequence[str]) -> Iterable[list[str]]
         outcome = report["layouts"].get(report["worst_layout"])
         if outcome is not None:
             whose = f"{members[0][0]} " if len(members) > 1 else ""
-            told.append(f"{whose}most under {report['worst_layout']}: {_moved(report, outcome)}")
+            at = f", step {_step_of(report, members[0][0], steps)}" if len(steps) > 1 else ""
+            told.append(f"{whose}most under {report['worst_layout']}{at}: {_moved(report, outcome)}")
         if report["counterexample"]:
             told.append(f"smallest example: {report['counterexample']['text']}")
         yield told
+
+
+def _step_of(report: Mapping[str, Any], rule: str, steps: Sequence[Step]) -> int:
+    """The step that this report of a rule is of."""
+    return next(step["step"] for step in steps if step["rules"].get(rule) is report)
 
 
 def _moved(report: Mapping[str, Any], outcome: Mapping[str, Any]) -> str:

@@ -64,6 +64,7 @@ class Row:
     no_interval: str = ""
     no_difference: str = ""
     no_difference_interval: str = ""
+    no_smallest_difference: str = ""
 
 
 def rows_of(
@@ -196,6 +197,8 @@ def _row(comparison: Comparison, name: str, outcome: Estimate) -> Row:
         return base
     test = outcome.pair.test
     flip, power = test.sign_flip, None if outcome.pair.shown else outcome.pair.power
+    beyond = power is not None and not power.possible
+    power = None if beyond else power
     return Row(
         **{
             **vars(base),
@@ -220,6 +223,7 @@ def _row(comparison: Comparison, name: str, outcome: Estimate) -> Row:
             "smallest_difference": power and power.smallest,
             "seeds_for_half": power and power.seeds_for_half,
             "no_difference_interval": test.difference.without,
+            "no_smallest_difference": "no possible difference" if beyond else "",
         }
     )
 

@@ -144,10 +144,11 @@ def caption(
         by = f"corrected by Holm over all {tests} tests of the comparison" if tests > 1 else "one test, not corrected"
         said += [f"p: paired t-test, {by}; {NO_DIFFERENCE} where it shows no difference (5 % or more).", _sign_flip(tested)]
         said += ["Each interval holds for itself at 95 %, uncorrected."] if tests > 1 else []
-        if any(row.smallest_difference is not None for row in rows):
+        if any(row.smallest_difference is not None or row.no_smallest_difference for row in rows):
             said.append(
                 "Could show: the smallest difference that 80 % of such comparisons would have shown at the level that it was"
-                " tested at, and the seeds that half of it takes if the spread stays (of B a factor, and its root)."
+                " tested at, and the seeds that half of it takes if the spread stays (of B a factor, and its root); no possible"
+                " difference: it lies beyond the outcome's range."
             )
         if any(row.difference is not None and row.difference_low is None for row in tested):
             said.append("A difference that is the same in all seeds has no interval, and its p is the sign-flip's.")
@@ -191,6 +192,14 @@ def _bounded(rows: Sequence[Row]) -> list[str]:
         said.append(f"Of means in {listed(counted)}: on the log scale of the mean, so that it stays above 0.")
     if any(row.high is not None and OUTCOMES[row.outcome].skewed for row in rows if row.outcome in OUTCOMES):
         said.append("Of the length of correct responses, whose law over runs is skewed: up to the 99.5 % quantile, not 97.5 %.")
+    if any(
+        row.high is not None and OUTCOMES[row.outcome].measure.endswith("response_length")
+        for row in rows
+        if row.outcome in OUTCOMES
+    ):
+        said.append("Of lengths, intervals are cut at the response limit where it is known.")
+    if any(row.outcome == "curve/asymptote" and row.unit == "share" and row.high is not None for row in rows):
+        said.append("Of A, a share, they are cut at 1, but for a mean above 1.")
     if any(row.difference_low is not None for row in own):
         said.append("Intervals of differences of shares are cut at -1 and 1.")
     return said
@@ -254,7 +263,9 @@ def _flat(row: Row, rows: Sequence[Row], precision: int) -> list[str]:
         _difference_bounds(row, precision),
         f"{_mark(row)}{p_value(row.p_holm)}",
         "" if row.sign_flip_floor is None else f"{p_value(row.sign_flip_p)} ({row.sign_flip_floor:.2g})",
-        "" if row.smallest_difference is None else f"{number(row.smallest_difference, 2)} ({_seeds_for_half(row)})",
+        row.no_smallest_difference
+        if row.smallest_difference is None
+        else f"{number(row.smallest_difference, 2)} ({_seeds_for_half(row)})",
     ]
 
 
@@ -328,6 +339,8 @@ def _mark(row: Row) -> str:
 
 def _could_show(row: Row) -> str:
     """`could show 0.021, half with 14 seeds`; empty where a difference is shown, or nothing is known of it."""
+    if row.no_smallest_difference:
+        return f"could show {row.no_smallest_difference}"
     if row.smallest_difference is None:
         return ""
     if row.outcome == RATIO:

@@ -77,7 +77,7 @@ def _marked(cell: str, name: str, mode: str, comparison: Comparison | None) -> s
 
 def _caption(summary: Mapping[str, Any], comparison: Comparison | None) -> str:
     counts = {metrics["accuracy"]["n"] for metrics in summary["modes"].values() if metrics["accuracy"]}
-    several = "mean and 95 % interval over seeds, differences paired by seed"
+    several = "mean and 95 % interval over seeds (of a length up to the response limit), differences paired by seed"
     seeds = "one seed: no interval" if counts == {1} else several
     missing = f"; without {', '.join(summary['missing'])}" if summary["missing"] else ""
     marks = "" if comparison is None or not comparison.tests else f"; {NO_DIFFERENCE}: {_MARKED.format(tests=comparison.tests)}"
