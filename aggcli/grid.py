@@ -257,7 +257,7 @@ def _evaluation(correct_B: Tensor, length_B: Tensor) -> Evaluation:
 @dataclass(frozen=True)
 class Gap:
     """What the modes would do to the first rollouts: `start` is the policy before training; `shares`: mode -> share of the
-    total weight on the longest quarter of the responses (0.25 where every response weighs the same)."""
+    total weight on responses longer than 3/4 of the maximum."""
 
     start: Evaluation
     shares: dict[str, float]

@@ -108,7 +108,7 @@ def test_the_small_table_has_six_figures_at_the_most_and_says_once_what_all_mode
     assert 2 < len(table.heads) <= 7
     column = table.heads.index("gradient norm, over the baseline's")
     assert [row[column].value for row in table.rows] == [1, 1 / 2, 1 / 3, 1 / 4]  # pyright: ignore[reportAttributeAccessIssue]
-    shared = "weight on the longest quarter 0 %, loss 0.375, total weight 1, KL(old || new) 0.125 nats, mean reward 0.5"
+    shared = "weight on more than 7 tokens 0 %, loss 0.375, total weight 1, KL(old || new) 0.125 nats, mean reward 0.5"
     assert same == [f"The same under every mode: {shared}."]
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from aggcli.analysis.replay_answer import recorded_replay, replay_answer
+from aggcli.analysis.replay_answer import length_bin, recorded_replay, replay_answer
+from aggcli.measurement.catalogue import LENGTH_BINS
+from aggcli.measurement.words import percent, short
 from tests.cli import Result, aggcli, replay, strict_json, write_jsonl
 from tests.fixtures import fx_a, sample
 
@@ -30,12 +32,13 @@ def answered(told: Result) -> list[str]:
 
 def test_scale_is_told_apart_from_direction(capsys, tmp_path: Path) -> None:
     """FX-A: the squared norms are as 1 + 1/3 + 1/4 + 1/8 = 41/24 under sample_mean and 4/4^2 + 12/12^2 = 1/3 under prompt_mean:
-    sqrt(8/41) = 0.4417 = 2/4 of P/N times 0.8835. The 8 of 12 tokens above 6 get 8/12 of one half, not a quarter."""
+    sqrt(8/41) = 0.4417 = 2/4 of P/N times 0.8835. The two correct, of 1 and 4 tokens, get (1/4 + 4/12) / 2 =
+    29.2 % instead of half, the largest gap: the 8 tokens above 6 get 1/3 instead of 1/4, the first 1/8 instead of 1/4."""
     said = answered(replay(capsys, tmp_path, fx_a(), "--modes", "sample_mean,prompt_mean", "--json"))
     assert said[0] == (
         "prompt_mean: gradient norm 0.442x sample_mean's: 0.5x is its total weight (0.5 against 1: P/N by definition, 2 prompts"
         " over 4 rollouts; --prompt-mean-scale prompts makes it 1) and the other 0.883x comes from where the weight goes"
-        " (cosine 0.883); responses of more than 6 tokens get 33.3 % of the weight instead of 25 %."
+        " (cosine 0.883); correct rollouts get 29.2 % of the weight instead of 50 %."
     )
 
 
@@ -112,7 +115,7 @@ def test_without_rewards_only_the_weights_are_compared(capsys, tmp_path: Path) -
     lines = [sample(n, group_index=0) for n in (1, 3, 4, 8)]
     said = answered(replay(capsys, tmp_path, lines, "--modes", "sample_mean,token_mean", "--json"))
     assert said[0] == (
-        "token_mean, without a gradient to compare: its total weight is 1x sample_mean's (1 against 1); responses of more than"
+        "token_mean, without a gradient to compare: its total weight is 1x sample_mean's; responses of more than"
         " 6 tokens get 50 % of the weight instead of 25 %."
     )
     assert (
@@ -124,9 +127,52 @@ def test_without_rewards_only_the_weights_are_compared(capsys, tmp_path: Path) -
 def test_a_kl_term_has_weights_of_its_own_so_the_norm_is_not_split(capsys, tmp_path: Path) -> None:
     flags = ("--modes", "sample_mean,prompt_mean", "--kl-coef", 0.1, "--json")
     (first, *_) = answered(replay(capsys, tmp_path, fx_a(), *flags))
-    assert "of the loss with its KL and entropy terms" in first
+    assert "(both of the loss with its KL term), total weight 0.5x (" in first
+    assert "entropy" not in first
     assert "comes from" not in first
     assert "total weight 0.5x" in first
+
+
+def test_where_the_kl_term_alone_is_left_nothing_is_said_of_the_weight_on_advantages(capsys, tmp_path: Path) -> None:
+    """Equal rewards: nothing but the KL term has a gradient, under all four modes."""
+    lines = [{**line, "advantage": 0.0, "reward": 1.0} for line in fx_a()]
+    flags = ("--modes", "sample_mean,token_mean", "--kl-coef", 0.1, "--entropy-coef", 0, "--json")
+    (first, *_) = answered(replay(capsys, tmp_path, lines, *flags))
+    assert re.fullmatch(
+        r"token_mean: gradient norm [\d.]+x sample_mean's: cosine [\d.]+, both of the KL term alone, as every advantage is 0\.",
+        first,
+    )
+
+
+def test_without_a_gradient_the_effective_sample_size_says_that_weights_differ(capsys, tmp_path: Path) -> None:
+    """1, 3, 4 and 8 tokens over 4 x 10: 0.4, and 16 under token_mean; 1 / ((1 + 1/3 + 1/4 + 1/8) / 16) = 384/41 = 9.37."""
+    lines = [sample(n, group_index=0) for n in (1, 3, 4, 8)]
+    flags = ("--modes", "sample_mean,constant,token_mean", "--loss-aggregation-divisor", 10, "--json")
+    said = answered(replay(capsys, tmp_path, lines, *flags))
+    assert said[1] == "The others: token_mean (total weight 1x, effective sample size 16 instead of 9.37 tokens)."
+
+
+@pytest.mark.parametrize(
+    ("most", "words"),
+    [
+        (2, ["", "1 token", "", "more than 1 token"]),
+        (3, ["", "1 token", "2 tokens", "more than 2 tokens"]),
+        (4, ["1 token", "2 tokens", "3 tokens", "more than 3 tokens"]),
+        (10, ["at most 2 tokens", "3 to 5 tokens", "6 to 7 tokens", "more than 7 tokens"]),
+    ],
+)
+def test_quarters_of_a_short_maximum_are_named_in_whole_lengths(most: int, words: list[str]) -> None:
+    head = {"max_response_length": most, "length_unit": "tokens"}
+    assert [length_bin(bin_, head) for bin_ in LENGTH_BINS] == words
+
+
+def test_rows_of_quarters_that_no_length_lies_in_are_left_out(capsys, tmp_path: Path) -> None:
+    """Lengths 1 and 2 of at most 2: the quarters up to 0.5 and 1.5 hold no whole length of their own."""
+    lines = [sample(n, group_index=0, reward=n - 1) for n in (1, 2)]
+    out = replay(capsys, tmp_path, lines, "--modes", "sample_mean,token_mean").out
+    assert "  1 token " in out
+    assert "  more than 1 token " in out
+    assert not re.search(r"\b0 tokens|\b1 tokens|2 to 1|empty", out)
 
 
 def test_one_mode_is_said_to_stand_alone(capsys, tmp_path: Path) -> None:
@@ -304,3 +350,9 @@ def test_dynamic_sampling_and_masked_truncation_leave_a_line_in_the_table(capsys
     assert "prompt groups left by it|2" in rows
     assert "truncated responses, masked by --mask-truncated|25 %" in rows
     assert "fully masked samples|1" in rows
+
+
+def test_numbers_that_are_equal_but_for_rounding_read_alike() -> None:
+    """5/16 is 31.25 %: halfway, and rounding of a sum puts it on either side."""
+    assert {percent(share) for share in (5 / 16, 5 / 16 + 1e-16, 5 / 16 - 1e-16)} == {"31.2 %"}
+    assert short(0.3125 + 1e-15) == short(0.3125) == "0.312"

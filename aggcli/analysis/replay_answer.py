@@ -3,7 +3,8 @@
 It is made of what `--json` prints and what metrics.jsonl and layouts.jsonl hold, so that a page can be made from records alone.
 The norm of a mode's gradient over the baseline's is, step by step, the ratio of their total weights (sum w) times what is left
 at equal total weight: the first is a matter of scale, which a learning rate takes away; the second is where the weight goes.
-With a KL or entropy term the gradient is not that of the weights alone, and is not split.
+With a KL term the gradient is not that of the weights alone, and is not split; an entropy term is not in it, as entropy is no
+function of the log-probabilities of the tokens taken.
 """
 
 from __future__ import annotations
@@ -192,14 +193,16 @@ def _sentence(pair: _Pair) -> str:
         if pair.of > 1
         else []
     )
-    over = f" ({', '.join([*over, *pair.under])})" if over or pair.under else ""
+    over += pair.under
+    over += ["without the entropy term"] if ratio is not None and pair.head["settings"].get("entropy_coef") else []
+    over = f" ({', '.join(over)})" if over else ""
     if ratio is None:
         lead = f"{pair.mode}, without a gradient to compare{over}"
         parts = [f"its total weight is {short(scale)}x {pair.baseline}'s{_why_scale(pair)}"] if scale is not None else []
     else:
         lead = f"{pair.mode}: gradient norm {short(ratio)}x {pair.baseline}'s{_range(pair.ratios)}{over}"
         parts = [_split(pair, ratio, scale, cosines)]
-    parts += _where(pair)
+    parts += [] if ratio is not None and _is_flat(pair) else _where(pair)
     return ": ".join(filter(None, (lead, "; ".join(filter(None, parts))))) + "."
 
 
@@ -208,11 +211,12 @@ def _split(pair: _Pair, ratio: float, scale: float | None, cosines: Sequence[flo
     cosine = _mean(cosines)
     of = f", of {plural(len(cosines), 'step')}" if len(cosines) != len(pair.steps) else ""
     towards = "" if cosine is None else f"cosine {_cosine(cosine)}{of}"
-    settings = pair.head["settings"]
-    if scale is None or scale <= 0 or settings.get("kl_coef") or settings.get("entropy_coef"):
+    kl = pair.head["settings"].get("kl_coef")
+    if kl and _is_flat(pair):
+        return f"{towards and towards + ', '}both of the KL term alone, as every advantage is 0"
+    if kl or scale is None or min(pair.scales) <= 0 or len(pair.scales) < len(pair.steps):
         total = "" if scale is None else f"total weight {short(scale)}x{_why_scale(pair)}"
-        with_terms = "of the loss with its KL and entropy terms" if scale else ""
-        return ", ".join(filter(None, (towards, with_terms, total)))
+        return ", ".join(filter(None, (towards + " (both of the loss with its KL term)" if towards and kl else towards, total)))
     both = pair.values(lambda mine, theirs: _rest(mine, theirs))
     rest = _mean(both)
     if rest is None:
@@ -233,6 +237,11 @@ def _split(pair: _Pair, ratio: float, scale: float | None, cosines: Sequence[flo
     )
 
 
+def _is_flat(pair: _Pair) -> bool:
+    """Whether every advantage is 0, so that the gradient is of the KL term alone."""
+    return all(_equal(one.get("weight_share/zero_advantage"), 1.0) for step in pair.steps for one in step)
+
+
 def _ratio(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float | None:
     return _over(mine.get(_NORM), theirs.get(_NORM))
 
@@ -247,7 +256,7 @@ def _rest(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float | None:
 def _why_scale(pair: _Pair) -> str:
     """` (0.125 against 1: P/N, ...)`: the two total weights, and what makes the one that is not 1, where that is known."""
     mine, theirs = (_mean([one.get("total_weight") for one in side]) for side in zip(*pair.steps, strict=True))
-    if mine is None or theirs is None:
+    if mine is None or theirs is None or all(_equal(one, 1.0) for one in pair.scales):
         return ""
     why = _definition(pair.mode, [step[0] for step in pair.steps], pair.head)
     why = why or _definition(pair.baseline, [step[1] for step in pair.steps], pair.head, of=pair.baseline)
@@ -267,8 +276,9 @@ def _definition(mode: str, values: Sequence[Mapping[str, Any]], head: Mapping[st
         of = "prompts over rollouts" if len(counts) > 1 else "{:g} prompts over {:g} rollouts".format(*counts.pop())
         return f": {whose}P/N by definition, {of}; --prompt-mean-scale prompts makes it 1"
     divisor, unit = head.get("divisor"), _unit(head)
+    of = f"{divisor or 0:g} {unit if divisor != 1 else unit.removesuffix('s')}"
     if rule.takes_divisor and divisor and _holds(values, lambda one: _over(one.get("tokens"), one["rollouts"] * divisor)):
-        return f": {whose}trained {unit} over N x L by definition; --loss-aggregation-divisor sets L, here {divisor:g} {unit}"
+        return f": {whose}trained {unit} over N x L by definition; --loss-aggregation-divisor sets L, here {of}"
     return ""
 
 
@@ -281,9 +291,9 @@ def _holds(values: Sequence[Mapping[str, Any]], formula: Callable[[Mapping[str, 
 
 
 def _where(pair: _Pair) -> list[str]:
-    """`responses of more than 12 tokens get 17 % of the weight instead of 9.4 %`: the longest quarter where it differs, else
-    what differs most; nothing where nothing does by a hundredth."""
-    shares = {f"weight_share/length_{bin_}": _bin_words(bin_, pair.head) for bin_ in LENGTH_BINS}
+    """`responses of more than 12 tokens get 17 % of the weight instead of 9.4 %`: what differs most, of equals the longest;
+    nothing where nothing does by a hundredth."""
+    shares = {f"weight_share/length_{bin_}": _bin_words(bin_, pair.head) for bin_ in LENGTH_BINS if length_bin(bin_, pair.head)}
     shares |= {"weight_share/correct": "correct rollouts"}
     gaps: dict[str, tuple[float, float]] = {}
     for name in shares:
@@ -294,7 +304,7 @@ def _where(pair: _Pair) -> list[str]:
     if not gaps:
         return []
     longest = f"weight_share/length_{LENGTH_BINS[-1]}"
-    name = longest if longest in gaps else max(gaps, key=lambda one: abs(gaps[one][0] - gaps[one][1]))
+    name = max(gaps, key=lambda one: (round(abs(gaps[one][0] - gaps[one][1]), 9), one == longest))
     mine, theirs = gaps[name]
     return [f"{shares[name]} get {percent(mine)} of the weight instead of {percent(theirs)}"]
 
@@ -304,24 +314,39 @@ def _bin_words(bin_: str, head: Mapping[str, Any]) -> str:
 
 
 def length_bin(bin_: str, head: Mapping[str, Any]) -> str:
-    """`more than 12 tokens`: a quarter of the maximum response length, in whole lengths and their unit."""
-    at, unit = LENGTH_BINS.index(bin_), _unit(head)
+    """`more than 12 tokens`: a quarter of the maximum response length, in whole lengths and their unit; blank for one that no
+    whole length from 1 lies in."""
+    at, unit = LENGTH_BINS.index(bin_), _unit(head).removesuffix("s")
     low, high = (part * head["max_response_length"] // 4 for part in (at, at + 1))
     if at == len(LENGTH_BINS) - 1:
-        return f"more than {low} {unit}"
-    if not at:
-        return f"at most {high} {unit}"
-    return f"{high} {unit}" if low + 1 == high else f"{low + 1} to {high} {unit}"
+        return f"more than {plural(low, unit)}"
+    if low == high:
+        return ""
+    if not at and high > 1:
+        return f"at most {plural(high, unit)}"
+    return plural(high, unit) if low + 1 == high else f"{low + 1} to {plural(high, unit)}"
 
 
 def _in_short(pair: _Pair, steps: int) -> str:
-    """`token_mean 0.811x (total weight 1x, cosine 0.847)`; how many steps it is of unless it has as many as the first"""
+    """`token_mean 0.811x (total weight 1x, cosine 0.847)`; how many steps it is of unless it has as many as the first."""
     ratio, scale, cosine = _mean(pair.ratios), _mean(pair.scales), _mean(pair.cosines)
     parts = [f"total weight {short(scale)}x" if scale is not None else ""]
-    parts += [f"cosine {_cosine(cosine)}" if cosine is not None else "", *pair.under]
+    parts += [
+        f"cosine {_cosine(cosine)}" if cosine is not None else "",
+        "" if ratio is not None else _effective(pair),
+        *pair.under,
+    ]
     parts += [f"mean of {len(pair.steps)} of {pair.of} steps"] if len(pair.steps) != steps else []
     beside = ", ".join(filter(None, parts))
     return " ".join(filter(None, (pair.mode, f"{short(ratio)}x" if ratio is not None else "", beside and f"({beside})")))
+
+
+def _effective(pair: _Pair) -> str:
+    """`effective sample size 9.39 instead of 16 tokens`; blank where it is the same."""
+    mine, theirs = (_mean([one.get("effective_tokens") for one in side]) for side in zip(*pair.steps, strict=True))
+    if mine is None or theirs is None or _equal(mine, theirs):
+        return ""
+    return f"effective sample size {short(mine)} instead of {short(theirs)} {_unit(pair.head)}"
 
 
 def _why_same(pairs: Sequence[_Pair]) -> str:
@@ -339,7 +364,8 @@ def _why_zero(own: Sequence[Mapping[str, Any]]) -> str:
     groups = sum(one.get("groups") or 0 for one in own)
     flat = sum(one.get("zero_variance_groups") or 0 for one in own)
     if groups and groups == flat:
-        return f" (every advantage is 0 in all {plural(int(groups), 'prompt group')}: rewards are equal, or it has one rollout)"
+        which = "the one prompt group" if groups == 1 else f"all {int(groups)} prompt groups"
+        return f" (every advantage is 0 in {which}: rewards are equal, or it has one rollout)"
     return ""
 
 

@@ -58,7 +58,7 @@ def foretell(
 def _on_the_longest(shares: Mapping[str, float]) -> str:
     """Empty where no mode has a share that can be foretold, as frameworks' rules have none."""
     told = ", ".join(f"{mode} {share:.2f}" for mode, share in shares.items())
-    return f"; weight on the longest quarter of responses: {told}" if told else ""
+    return f"; weight on responses longer than 3/4 of the maximum: {told}" if told else ""
 
 
 def _varying(rules: Sequence[Rule]) -> dict[str, list[str]]:

@@ -17,7 +17,12 @@ def listed(words: Sequence[str], last: str = "and") -> str:
 
 
 def short(value: float) -> str:
-    """A number to read: three significant digits, or all that stand before the point: 0.0526, 12.3, 465, 12345; 0 for -0."""
+    """A number to read: three significant digits, or all that stand before the point: 0.0526, 12.3, 465, 12345; 0 for -0.
+
+    It is first rounded to 12 digits, so that numbers that are equal but for rounding read alike: 31.25 as 31.2, one just above
+    it too.
+    """
+    value = float(f"{value:.12g}")
     return f"{value + 0:.0f}" if 99.95 <= abs(value) < 1e15 else f"{value + 0:.3g}"
 
 

@@ -6,8 +6,11 @@ import numpy as np
 
 from aggcli.analysis.comparison import Comparison, Estimate
 from aggcli.analysis.frames import Frames, numbers, rows
+from aggcli.analysis.reading import read_manifest
+from aggcli.analysis.replay_answer import length_bin
 from aggcli.analysis.units import in_length_unit
-from aggcli.measurement.words import number, plural, short, signed
+from aggcli.measurement.catalogue import LENGTH_BINS
+from aggcli.measurement.words import number, percent, plural, short, signed
 from aggcli.report.base import coinciding
 from aggcli.report.comparison_tables import ARROWS
 from aggcli.report.effects import ROUNDING, first_outcomes
@@ -16,10 +19,11 @@ from aggcli.report.markup import Cell, Number, Table
 
 _MOST = 6
 _PRECISION = 4
+_LONGEST = "weight_share/length_p100"
 _OF_A_REPLAY = {
     "gradient_ratio": "gradient norm, over the baseline's",
     "gradient_cosine": "cosine to the baseline's gradient",
-    "weight_share/length_p100": "weight on the longest quarter",
+    _LONGEST: "weight on lengths above 3/4 of the maximum",
     "weight_share/correct": "weight on correct rollouts",
     "effective_tokens": "effective sample size",
     "pg_loss": "loss",
@@ -94,17 +98,25 @@ def _of_replay(frames: Frames) -> tuple[Table | None, list[str]]:
         equal = len(own) > 1 and len(coinciding({label: [value] for label, value in values.items()})) == len(own) - 1
         (same if equal else shown).append(name)
     shown = shown[:_MOST]
+    named = _OF_A_REPLAY | {_LONGEST: _longest(frames)}
     unit = {name: in_length_unit(unit, frames.length_unit) for name, unit in _UNITS.items()}
-    said = [
-        f"{_OF_A_REPLAY[name]} {_cell(next(iter(own.values())), name).shown} {unit.get(name, '')}".rstrip() for name in same
-    ]
+    said = [f"{named[name]} {_cell(next(iter(own.values())), name).shown} {unit.get(name, '')}".rstrip() for name in same]
     lines = [f"The same under every mode: {', '.join(said)}."] if said else []
     if not shown:
         return None, lines
-    heads = ["mode", *(", ".join(filter(None, (_OF_A_REPLAY[name], unit.get(name)))) for name in shown)]
+    heads = ["mode", *(", ".join(filter(None, (named[name], unit.get(name)))) for name in shown)]
     body: list[list[Cell]] = [[label, *(_cell(frame, name) for name in shown)] for label, frame in own.items()]
     steps = plural(len(frames.steps), "step")
     return Table(f"Mean of {steps}." if len(frames.steps) > 1 else "One step.", heads, body), lines
+
+
+def _longest(frames: Frames) -> str:
+    """`weight on more than 12 tokens`, where all runs record the same maximum length."""
+    heads = [read_manifest(run.directory) for run in frames.runs]
+    most = {head.get("max_response_length") for head in heads}
+    if len(most) > 1 or not all(most):
+        return _OF_A_REPLAY[_LONGEST]
+    return f"weight on {length_bin(LENGTH_BINS[-1], heads[0])}"
 
 
 def _cell(run: object, name: str) -> Number:
@@ -112,5 +124,5 @@ def _cell(run: object, name: str) -> Number:
     values = numbers(run, name)  # pyright: ignore[reportArgumentType]
     known = values[np.isfinite(values)]
     mean = float(known.mean())
-    shown = f"{100 * mean:.3g} %" if name.startswith("weight_share/") else short(mean)
+    shown = percent(mean) if name.startswith("weight_share/") else short(mean)
     return Number(mean, shown, "" if len(known) == len(values) else f"{len(known)} of {len(values)} steps")

@@ -189,7 +189,7 @@ def _of_modes(
 ) -> tuple[BlockTable, list[list[str]]] | None:
     """A table of these numbers and the modes of each of its columns; None without a number. `also`: what must be the same too
     for two modes to share a column."""
-    rows = [name for name in named if _is_shown(steps, rules, name)]
+    rows = [name for name in named if _is_shown(head, steps, rules, name)]
     if not rows:
         return None
     columns = _alike(steps, rules, rows, also or {})
@@ -242,9 +242,15 @@ def _label(name: str, head: Mapping[str, Any]) -> str:
     return _with_unit(name, head)
 
 
-def _is_shown(steps: Sequence[Step], rules: Sequence[str], name: str) -> bool:
+def _is_shown(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[str], name: str) -> bool:
     numbers = [number for rule in rules for number in _numbers(steps, rule, name)]
-    return bool(numbers) and (name not in _ONLY_WHEN_ANY or any(numbers))
+    return bool(numbers) and (any(numbers) or not _only_when_any(name, head))
+
+
+def _only_when_any(name: str, head: Mapping[str, Any]) -> bool:
+    """Whether a row is only worth a line when it is not 0: so is a quarter of the lengths that no length lies in."""
+    bin_ = name.rpartition("length_")[2] if name.startswith("weight_share/length_") else name.removeprefix("correct_length/")
+    return name in _ONLY_WHEN_ANY or (bin_ in LENGTH_BINS and not length_bin(bin_, head))
 
 
 def _with_unit(name: str, head: Mapping[str, Any]) -> str:
@@ -265,7 +271,7 @@ def _batch_table(head: Mapping[str, Any], steps: Sequence[Step], rule: str) -> T
         wanted = metric.reduction in ("mean", "count", "max") or (
             metric.reduction == "global" and not name.startswith("weight_share/") and not name.endswith(OVER_TRAINED)
         )
-        silent = name in _ONLY_WHEN_ANY and not any(_numbers(steps, rule, name))
+        silent = _only_when_any(name, head) and not any(_numbers(steps, rule, name))
         if wanted and not silent and name not in _NOT_OF_THE_BATCH:
             label = _OF_THE_BATCH.get(name, "").format(unit=_length_unit(head)) or _of_correct(name, head) or name
             label += ", masked by --mask-truncated" if name == "truncated" and masked else ""
@@ -278,7 +284,7 @@ def _batch_table(head: Mapping[str, Any], steps: Sequence[Step], rule: str) -> T
 def _of_correct(name: str, head: Mapping[str, Any]) -> str:
     """The label of correct samples by length; blank for another number."""
     bin_ = name.removeprefix("correct_length/")
-    return "" if bin_ == name else f"  of these, {length_bin(bin_, head)}"
+    return "" if bin_ == name else f"  of these, {length_bin(bin_, head) or 'empty'}"
 
 
 def _layout_table(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[str]) -> Table | None:
