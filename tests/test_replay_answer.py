@@ -134,14 +134,15 @@ def test_a_kl_term_has_weights_of_its_own_so_the_norm_is_not_split(capsys, tmp_p
 
 
 def test_where_the_kl_term_alone_is_left_nothing_is_said_of_the_weight_on_advantages(capsys, tmp_path: Path) -> None:
-    """Equal rewards: nothing but the KL term has a gradient, under all four modes."""
+    """Equal rewards: nothing but the KL term has a gradient."""
     lines = [{**line, "advantage": 0.0, "reward": 1.0} for line in fx_a()]
-    flags = ("--modes", "sample_mean,token_mean", "--kl-coef", 0.1, "--entropy-coef", 0, "--json")
-    (first, *_) = answered(replay(capsys, tmp_path, lines, *flags))
+    flags = ("--modes", "sample_mean,constant,token_mean", "--kl-coef", 0.1, "--json")
+    (first, second, *_) = answered(replay(capsys, tmp_path, lines, *flags))
     assert re.fullmatch(
         r"token_mean: gradient norm [\d.]+x sample_mean's: cosine [\d.]+, both of the KL term alone, as every advantage is 0\.",
         first,
     )
+    assert second == "The others: constant 1x (cosine 1).", "its KL term is weighted as sample_mean's is"
 
 
 def test_without_a_gradient_the_effective_sample_size_says_that_weights_differ(capsys, tmp_path: Path) -> None:
@@ -324,6 +325,13 @@ def test_modes_whose_numbers_are_all_equal_share_a_column(capsys, tmp_path: Path
     assert "= trl:bnpo" not in text
     row = next(line for line in direction.splitlines() if line.startswith("gradient cosine"))
     assert row.split()[2:] == ["1", "0.765", "0.765"]
+
+
+def test_the_screen_says_what_the_gradient_is_by_where_there_is_one(capsys, tmp_path: Path) -> None:
+    said = "\ngradient norm, cosine: of the gradient by the trained tokens' log-probabilities\n"
+    assert said in replay(capsys, tmp_path, fx_a(), "--modes", "sample_mean,token_mean").out
+    lengths = [sample(n, group_index=0) for n in (1, 3)]
+    assert said.strip() not in replay(capsys, tmp_path, lengths, "--modes", "sample_mean,token_mean").out
 
 
 def test_a_note_that_differs_from_step_to_step_in_numbers_alone_is_said_once(capsys, tmp_path: Path) -> None:

@@ -330,7 +330,8 @@ def length_bin(bin_: str, head: Mapping[str, Any]) -> str:
 def _in_short(pair: _Pair, steps: int) -> str:
     """`token_mean 0.811x (total weight 1x, cosine 0.847)`; how many steps it is of unless it has as many as the first."""
     ratio, scale, cosine = _mean(pair.ratios), _mean(pair.scales), _mean(pair.cosines)
-    parts = [f"total weight {short(scale)}x" if scale is not None else ""]
+    is_weighed = ratio is None or not _is_flat(pair)
+    parts = [f"total weight {short(scale)}x" if scale is not None and is_weighed else ""]
     parts += [
         f"cosine {_cosine(cosine)}" if cosine is not None else "",
         "" if ratio is not None else _effective(pair),

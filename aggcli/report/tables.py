@@ -53,6 +53,8 @@ _LABELS = {
     "weight_share/all_right_groups": "  groups without a wrong rollout",
     "weight_share/all_wrong_groups": "  groups without a right rollout",
 }
+_GRADIENT = "gradient norm, cosine: of the gradient by the trained tokens' log-probabilities"
+"""Said where a gradient is shown, which is not the one by the parameters."""
 _OF_THE_BATCH = {
     "samples": "training samples",
     "rollouts": "rollouts (N)",
@@ -163,9 +165,9 @@ def _one_of(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _mode_tables(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[str]) -> list[BlockTable | None]:
-    """How large each mode's loss is, where its weight goes, and the metrics beside the loss. In each, modes whose numbers are
-    all equal in every step share a column."""
+def _mode_tables(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[str]) -> list[ConsoleRenderable | None]:
+    """How large each mode's loss is, where its weight goes, what its gradient is by, and the metrics beside the loss. In each,
+    modes whose numbers are all equal in every step share a column."""
     scale = [name for name in _LOSS if name != "loss" or head["settings"]["kl_coef"] or head["settings"]["entropy_coef"]]
     whose = {rule: head["metric_rules"][rule] for rule in rules}
     metrics = _of_modes("metrics", head, steps, rules, _METRICS, {rule: tuple(names.values()) for rule, names in whose.items()})
@@ -176,7 +178,8 @@ def _mode_tables(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence
         table.add_row("KL and entropy by", *(" / ".join(names) for names in terms))
     loss = _of_modes(_over(steps), head, steps, rules, scale)
     direction = _of_modes("where the weight goes", head, steps, rules, _DIRECTION)
-    return [made and made[0] for made in (loss, direction, metrics)]
+    by = [_GRADIENT] if _is_shown(head, steps, rules, "grad_norm_log_probs") else []
+    return [loss and loss[0], direction and direction[0], lines(by), metrics and metrics[0]]
 
 
 def _of_modes(
