@@ -187,7 +187,7 @@ def test_a_difference_that_is_shown_is_said_with_its_interval(tmp_path: Path, mo
 def test_one_seed_is_said_plainly_and_has_no_interval(tmp_path: Path) -> None:
     page = Page(report(write_trained(tmp_path / "c", seeds=1)))
     assert "One seed: no interval and no test, so no difference can be shown between sample_mean and" in page.text
-    assert "so no difference can be shown; give more seeds" in page.text
+    assert page.text.lower().count("give more seeds") == 1
     assert "Student-t" not in page.text
     cells = [text for row in page.table("The comparison") for text, _ in row.values()]
     assert not any("[" in text for text in cells)

@@ -190,7 +190,7 @@ def test_the_warning_of_more_than_the_mode_stands_first_in_every_format(
     assert json.loads(aggcli(capsys, "compare", *runs, "--json").out)["verdict"]["warnings"] == [first[len("Warning: ") : -1]]
     told = aggcli(capsys, "plot", "--html", "--output", tmp_path / "out", *runs)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert page.index("Warning: more than the mode differs") < page.index("No difference from")
+    assert page.index("Warning: more than the mode differs") < page.index("No difference has a spread")
 
 
 def ended(folder: Path, mode: str, seed: int, right: int, length: float, limit: int = 24) -> Path:

@@ -252,8 +252,6 @@ def _reward_is_accuracy(runs: Sequence[History]) -> bool:
 
 def _notes(arms: Mapping[str, Sequence[History]], base: str, outcomes: Mapping[str, Mapping[str, Estimate]]) -> list[str]:
     said = []
-    if all(len(runs) == 1 for runs in arms.values()):
-        said.append("one seed: no interval and no test, so no difference can be shown; give more seeds")
     for label, runs in arms.items():
         seeds = {run.seed for run in runs}
         shared = seeds & {run.seed for run in arms[base]}

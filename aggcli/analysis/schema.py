@@ -198,7 +198,7 @@ _INTERVAL = (
         "lower end of its 95 % interval, of shares on the logit and of lengths on the log scale; null for one seed",
         "seeds",
     ),
-    Field("high", BLANK, "upper end of it", "seeds"),
+    Field("high", BLANK, "upper end of it, of lengths on fresh prompts the response limit at most", "seeds"),
     Field("n", WHOLE, "number of seeds", "seeds", "seeds"),
 )
 _METRIC = Field(

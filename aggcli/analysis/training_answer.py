@@ -46,6 +46,10 @@ def _answer(comparison: Comparison, rankings: Sequence[Ranking], behind: str) ->
     if not comparison.tests:
         return Answer((_untested(rankings, effects, base), "Give more seeds."))
     shown = [one for one in effects if one.shown]
+    if not any(_can_tell(pair) for pair in _all_pairs(comparison)) and not comparison.ratios:
+        modes = listed(_few([label for label in comparison.labels if label != base]), "or")
+        alike = f"each outcome paired over two seeds or more is the same under {modes} as under {base}"
+        return Answer((f"No difference has a spread to test by: {alike}.",))
     if not shown:
         power = _power(comparison, rankings)
         said = (
@@ -164,6 +168,11 @@ def _sureness(comparison: Comparison, behind: str) -> str:
     corrected = f", corrected by Holm over all {comparison.tests} tests," if comparison.tests > 1 else ""
     of = f"; accuracy at equal steps is of {behind}" if behind else ""
     return f"{seeds}{few}{of}; a difference is shown where the p of its paired t-test{corrected} is below 5 %."
+
+
+def _can_tell(pair: Pair | None) -> bool:
+    """Whether a pair that was tested has anything to tell by: its differences are not 0 in all seeds."""
+    return pair is not None and pair.test.p is not None and bool(pair.test.std or pair.test.difference.mean)
 
 
 def _is_tested(pair: Pair | None) -> bool:
