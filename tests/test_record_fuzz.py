@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from aggcli.analysis.frames import read_frames
 from aggcli.analysis.histories import read_histories
+from aggcli.report.figures import weight_shares
 from tests.cli import aggcli, refused
 from tests.fuzz_records import fuzz
 from tests.test_results import step, write_run
@@ -58,3 +60,12 @@ def test_a_number_that_overflows_a_mean_counts_as_not_measured(tmp_path: Path) -
     )
     found = read_histories([run])[0][0].measures["response_length"]
     assert found.tolist() == [7.5, pytest.approx(float("nan"), nan_ok=True)]
+
+
+def test_a_share_beyond_1_is_not_drawn_as_one(tmp_path: Path) -> None:
+    shares = [{"weight_share/correct": share, "weight_share/incorrect": 0.5} for share in (0.5, 2.0**70)]
+    run = write_run(tmp_path / "a", "sample_mean", 0, [step(at, **share) for at, share in enumerate(shares)])
+    figure = weight_shares(read_frames([run]))
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [50.0, 50.0]
+    assert axes.get_xlim() == (0.0, 100.0)

@@ -145,8 +145,8 @@ def weight_shares(frames: Frames) -> Figure:
 
 
 def _shares(run: pd.DataFrame, parts: Sequence[str]) -> list[np.ndarray]:
-    """The mean of each share in %, and over how many steps it is."""
-    values = [numbers(run, part) for part in parts]
+    """The mean of each share in %, and over how many steps it is; what is no share, in damaged records, is left out."""
+    values = [np.where((share := numbers(run, part)) <= 1 + 1e-9, share, np.nan) for part in parts]
     return [np.array([_mean(one) * 100 for one in values]), np.array([float(np.isfinite(one).sum()) for one in values])]
 
 
