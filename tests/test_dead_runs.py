@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import aggcli, environment, refused
+from tests.cli import aggcli, environment, refused, write_jsonl
+from tests.fixtures import fx_a
 
 
 def _limited(tmp_path: Path, kind: int, most: int, *command: str) -> subprocess.CompletedProcess[str]:
@@ -31,9 +32,10 @@ def _limited(tmp_path: Path, kind: int, most: int, *command: str) -> subprocess.
 def test_a_comparison_that_died_while_it_opened_its_runs_is_still_aggclis_own(capsys, tmp_path: Path, how: str) -> None:
     import resource
 
+    rollouts = write_jsonl(tmp_path / "a.jsonl", fx_a())  # read with a file open at a time
     for files in range(8, 16):  # at each limit it dies a little later
         out = tmp_path / "out"
-        told = _limited(tmp_path, resource.RLIMIT_NOFILE, files, "compare", "--rollouts=example", "--output=out")
+        told = _limited(tmp_path, resource.RLIMIT_NOFILE, files, "compare", f"--rollouts={rollouts}", "--output=out")
         if told.returncode == 0 or files == 15:
             break
         assert told.returncode == 2
@@ -45,7 +47,8 @@ def test_a_comparison_that_died_while_it_opened_its_runs_is_still_aggclis_own(ca
             assert not out.exists()
         else:
             assert (
-                aggcli(capsys, "compare", "--rollouts=example", "--modes=token_mean", "--output", out, "--overwrite").code == 0
+                aggcli(capsys, "compare", f"--rollouts={rollouts}", "--modes=token_mean", "--output", out, "--overwrite").code
+                == 0
             )
             assert [path.name for path in out.iterdir() if path.is_dir()] == ["token_mean"]
             assert aggcli(capsys, "runs", "rm", out, "--yes").code == 0

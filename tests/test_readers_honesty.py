@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -440,3 +442,11 @@ def test_a_last_line_that_is_no_beginning_is_refused_by_number(tmp_path: Path, c
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(1, 0)) + tail)
     assert "line 3: " in refused(aggcli(capsys, "inspect", path))
+
+
+def test_what_the_machine_lacks_is_not_called_damage_of_a_torch_file(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_room(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("aggcli.rollouts.torch_files.unpickled_file", without_room)
+    assert refused(aggcli(capsys, "inspect", "example")).endswith("cannot be read (Too many open files)")

@@ -42,8 +42,8 @@ def inspected(capsys: pytest.CaptureFixture[str], files: list[Path]) -> list[str
 
 def test_inspect_breaks_no_word_at_80_columns(capsys, tmp_path: Path) -> None:
     files = [write_jsonl(tmp_path / f"{step}.pt.jsonl", samples("rw")) for step in range(3)]
-    (streams,) = (line for line in inspected(capsys, files) if line.startswith("streams"))
-    assert streams.split() == ["streams", *["rollout_log_probs"] * 3]
+    (streams,) = (line for line in inspected(capsys, files) if line.startswith("recorded per token"))
+    assert streams.split() == ["recorded", "per", "token", *["rollout_log_probs"] * 3]
 
 
 def test_inspect_shows_steps_with_long_names_below_the_others_and_says_how_many_are_shown(capsys, tmp_path: Path) -> None:
@@ -51,8 +51,8 @@ def test_inspect_shows_steps_with_long_names_below_the_others_and_says_how_many_
     lines = inspected(capsys, files)
     names = [[word for word in line.split() if word.startswith("(")] for line in lines if "(completions" in line]
     assert names == [[f"(completions_0000{at}.jsonl)" for at in of] for of in ((0, 1), (2, 3))]
-    streams = [line.split() for line in lines if line.startswith("streams")]
-    assert streams == [["streams", "rollout_log_probs", "rollout_log_probs"]] * 2
+    streams = [line.split() for line in lines if line.startswith("recorded per token")]
+    assert streams == [["recorded", "per", "token", "rollout_log_probs", "rollout_log_probs"]] * 2
     assert "4 of 5 steps shown; --json shows all" in map(str.strip, lines)
 
 

@@ -6,6 +6,7 @@ read; compressed ones are unpacked, as torch.load does, within a limit. Nothing 
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import pickletools
@@ -23,6 +24,8 @@ from aggcli.rollouts.unpickling import Bounded, Unpickler, legacy_storages
 ZIP = b"PK\x03\x04"
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9"
 """How a file of torch.save in its older format begins: a pickle of torch's magic number."""
+OF_THE_MACHINE = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM)
+"""Errors that say nothing of what a file holds."""
 ADVICE = "only plain data (dicts, lists, numbers, texts, tensors) is loaded, nothing in a dump is executed"
 
 
@@ -41,7 +44,9 @@ def load(path: Path) -> Any:
             why, advice = str(error), ""
         except (MemoryError, RolloutError):
             raise
-        except Exception:  # a damaged file can fail anywhere in the zip archive or the pickle, with any exception
+        except Exception as error:  # a damaged file can fail anywhere in the zip archive or the pickle, with any exception
+            if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
+                raise
             why, advice = "it is truncated or not a torch file", "; write the dump again as plain data"
     raise RolloutError(f"{path}: refused: {why}; {ADVICE}{advice}") from None
 
