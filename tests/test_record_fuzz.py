@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.patches import Rectangle
 
 from aggcli.analysis.frames import read_frames
 from aggcli.analysis.histories import read_histories
@@ -63,9 +65,9 @@ def test_a_number_that_overflows_a_mean_counts_as_not_measured(tmp_path: Path) -
 
 
 def test_a_share_beyond_1_is_not_drawn_as_one(tmp_path: Path) -> None:
-    shares = [{"weight_share/correct": share, "weight_share/incorrect": 0.5} for share in (0.5, 2.0**70)]
-    run = write_run(tmp_path / "a", "sample_mean", 0, [step(at, **share) for at, share in enumerate(shares)])
+    shares: list[dict[str, Any]] = [{"weight_share/correct": share, "weight_share/incorrect": 0.5} for share in (0.5, 2.0**70)]
+    run = write_run(tmp_path / "a", "sample_mean", 0, [step(at) | share for at, share in enumerate(shares)])
     figure = weight_shares(read_frames([run]))
     (axes,) = figure.axes
-    assert [bar.get_width() for bar in axes.patches] == [50.0, 50.0]
+    assert [bar.get_width() for bar in axes.patches if isinstance(bar, Rectangle)] == [50.0, 50.0]
     assert axes.get_xlim() == (0.0, 100.0)
