@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from aggcli.config import RunConfig, settings_from
 from aggcli.errors import SettingError
 from aggcli.jobs.listening import Listener, heard_by
-from aggcli.rules import find_rule
+from aggcli.rules import find_rule, settled
 
 if TYPE_CHECKING:
     from aggcli.analysis.frames import Frames
@@ -112,7 +112,6 @@ def advantage_factors(
     counts prompts, for a rule that looks at advantages without any, and for shapes that do not fit.
     """
     from aggcli.objective import factors
-    from aggcli.rules import settled
 
     wanted = settled(find_rule(mode), prompt_mean_scale=prompt_mean_scale, divisor=divisor)
     given = find_rule(under).with_divisor(under_divisor)

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from aggcli.config import SourceConfig
-from aggcli.rollouts import parquet, trl
+from aggcli.errors import RolloutError
+from aggcli.rollouts import parquet, skyrl, trl
 from aggcli.rollouts.sources import open_source
 from tests.cli import aggcli, exactly, refused, write_jsonl
 from tests.fixtures import sample
@@ -450,3 +451,13 @@ def test_what_the_machine_lacks_is_not_called_damage_of_a_torch_file(capsys: Any
 
     monkeypatch.setattr("aggcli.rollouts.torch_files.unpickled_file", without_room)
     assert refused(aggcli(capsys, "inspect", "example")).endswith("cannot be read (Too many open files)")
+
+
+def test_what_the_machine_lacks_is_not_called_damage_of_a_skyrl_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "a.pkl").write_bytes(b"\x80\x04N.")
+    monkeypatch.setattr(skyrl, "Unpickler", failing)
+    with pytest.raises(RolloutError, match=r"a\.pkl: cannot be read \(Input/output error\)$"):
+        skyrl._load(tmp_path / "a.pkl")

@@ -15,7 +15,6 @@ from aggcli.rules import CUSTOM
 
 ZERO = 1e-12
 """A loss below this is 0 but for rounding."""
-LOG_PROBS = ("log_probs_T", "old_log_probs_T", "ref_log_probs_T", "rollout_log_probs_T")
 ROUNDING = 1e-2
 """A log-probability up to this above 0 may be that of a near certain token, rounded by bfloat16."""
 
@@ -79,12 +78,12 @@ def _on_data(inputs: StepInputs, values: Values) -> list[str]:
 def _on_log_probs(step: RolloutBatch) -> list[str]:
     """Log-probabilities of trained tokens that none can be."""
     notes = []
-    for field in LOG_PROBS:
-        if (values_T := step.token_fields.get(field)) is not None:
-            above_T = step.loss_mask_T & (values_T > ROUNDING)
-            if count := int(above_T.sum()):
-                most, those = float(values_T[above_T].max()), plural(count, "trained token", "trained tokens")
-                notes.append(f"{field.removesuffix('_T')} above 0 at {those}, up to {most:.3g}: no probability is above 1")
+    streams = {field: values_T for field, values_T in step.token_fields.items() if field.endswith("log_probs_T")}
+    for field, values_T in streams.items():
+        above_T = step.loss_mask_T & (values_T > ROUNDING)
+        if count := int(above_T.sum()):
+            most, those = float(values_T[above_T].max()), plural(count, "trained token", "trained tokens")
+            notes.append(f"{field.removesuffix('_T')} above 0 at {those}, up to {most:.3g}: no probability is above 1")
     return notes
 
 

@@ -121,10 +121,9 @@ def _readers(response_RBL: np.ndarray, prompt_RB: np.ndarray, read_RB: np.ndarra
     """The row [R, B] that each row's read tokens are read in: one of the same run and prompt that begins with all of them."""
     R, B, L = response_RBL.shape
     words = np.zeros((R, B, L + 2), ">u4")  # sorted as texts: 0, which no token is, stands after the last and comes first
-    words[:, :, 0] = np.arange(R)[:, None]
-    words[:, :, 1] = prompt_RB
+    words[:, :, 0] = np.arange(1, R + 1)[:, None]
+    words[:, :, 1] = prompt_RB + 1
     words[:, :, 2:] = np.where(np.arange(L) < read_RB[:, :, None], response_RBL + 1, 0)
-    words[:, :, :2] += 1
     words = words.reshape(R * B, L + 2)
     order = words.view(f"S{words.itemsize * words.shape[1]}").ravel().argsort(kind="stable")
     before, after = words[order[:-1]], words[order[1:]]

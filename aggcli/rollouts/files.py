@@ -5,6 +5,7 @@ And how they are opened.
 
 from __future__ import annotations
 
+import errno
 import glob
 import io
 import os
@@ -149,6 +150,11 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise RolloutError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def is_of_the_machine(error: Exception) -> bool:
+    """Whether an error while a file is read says nothing of what it holds: no more files can be open, the disk fails."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM)
 
 
 def size_of(path: Path) -> int:

@@ -19,7 +19,7 @@ from aggcli.config import SourceConfig
 from aggcli.errors import RolloutError
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
-from aggcli.rollouts.files import opened
+from aggcli.rollouts.files import is_of_the_machine, opened
 from aggcli.rollouts.pickled import DamagedError, RefusedError, StandIn, plain_data
 from aggcli.rollouts.sequences import Response, Sequences
 from aggcli.rollouts.steps import Step
@@ -100,6 +100,8 @@ def _load(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         except (MemoryError, RolloutError):
             raise
         except Exception as error:  # a damaged pickle can fail anywhere, with any exception
+            if is_of_the_machine(error):
+                raise
             why = f"is truncated or not a SkyRL dump ({type(error).__name__})"
         else:
             return tensors, metadata if isinstance(metadata, Mapping) else {}

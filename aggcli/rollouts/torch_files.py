@@ -6,7 +6,6 @@ read; compressed ones are unpacked, as torch.load does, within a limit. Nothing 
 
 from __future__ import annotations
 
-import errno
 import io
 import mmap
 import pickletools
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from aggcli.errors import RolloutError
-from aggcli.rollouts.files import opened
+from aggcli.rollouts.files import is_of_the_machine, opened
 from aggcli.rollouts.limits import UNPACKED, limit, raised
 from aggcli.rollouts.pickled import DamagedError, RefusedError, Storage, plain_data
 from aggcli.rollouts.unpickling import Bounded, Unpickler, legacy_storages
@@ -24,8 +23,6 @@ from aggcli.rollouts.unpickling import Bounded, Unpickler, legacy_storages
 ZIP = b"PK\x03\x04"
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9"
 """How a file of torch.save in its older format begins: a pickle of torch's magic number."""
-OF_THE_MACHINE = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM)
-"""Errors that say nothing of what a file holds."""
 ADVICE = "only plain data (dicts, lists, numbers, texts, tensors) is loaded, nothing in a dump is executed"
 
 
@@ -45,7 +42,7 @@ def load(path: Path) -> Any:
         except (MemoryError, RolloutError):
             raise
         except Exception as error:  # a damaged file can fail anywhere in the zip archive or the pickle, with any exception
-            if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
+            if is_of_the_machine(error):
                 raise
             why, advice = "it is truncated or not a torch file", "; write the dump again as plain data"
     raise RolloutError(f"{path}: refused: {why}; {ADVICE}{advice}") from None
