@@ -180,7 +180,7 @@ def test_the_verdict_says_that_nothing_is_shown_and_never_ranks_by_pg_loss(tmp_p
 def test_a_difference_that_is_shown_is_said_with_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CORRECT, "token_mean", (80, 83, 90))
     text = Page(report(write_trained(tmp_path / "c"))).text
-    assert "2 of 4 differences from sample_mean under token_mean are shown, largest first" in text
+    assert "2 of 4 differences from sample_mean under token_mean are shown; the largest against its spread over seeds: " in text
     assert re.search(r"token_mean: higher, \+0\.203 \[\+0\.1\d+, \+0\.2\d+\], Holm p = 0\.0\d+, sign-flip p = 0\.25", text)
 
 

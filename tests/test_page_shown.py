@@ -184,6 +184,8 @@ frame.onload = () => {{
   const svgs = [...page.querySelectorAll("#picture svg")].filter(seen);
   const first = {{
     headline: page.querySelector("header").getBoundingClientRect().bottom,
+    answer: page.querySelector("#answer").getBoundingClientRect().top,
+    top: Math.min(...svgs.map((svg) => svg.getBoundingClientRect().top)),
     picture: Math.max(...svgs.map((svg) => svg.getBoundingClientRect().bottom)),
     right: Math.max(...svgs.map((svg) => svg.getBoundingClientRect().right)), shown: svgs.length,
   }};
@@ -257,7 +259,10 @@ def test_in_chromium_the_first_screen_has_the_answer_and_the_picture_and_a_narro
         assert told["numbers"] <= width
         assert told["roles"]
         if width == 1280:
-            assert 0 < told["first"]["headline"] < told["first"]["picture"] <= 800, name
+            assert 0 < told["first"]["headline"] <= told["first"]["answer"] < told["first"]["picture"] <= 800, name
+        else:
+            assert 0 < told["first"]["headline"] < told["first"]["top"] <= 600
+            assert told["first"]["picture"] < told["first"]["answer"]
         assert (told["before"], told["printed"], told["after"]) == (0, 0, 0)
         assert told["focused"]
         assert told["sorted"] == "ascending"

@@ -26,7 +26,7 @@ def answered(told: Result) -> list[str]:
     assert told.code in (0, 1), told.err
     sentences = strict_json(told.out)["answer"]
     assert list(replay_answer(*recorded_replay([told.output])).sentences) == sentences
-    assert len(sentences) <= 3
+    assert len(sentences) <= 4
     return sentences
 
 
@@ -35,8 +35,9 @@ def test_scale_is_told_apart_from_direction(capsys, tmp_path: Path) -> None:
     sqrt(8/41) = 0.4417 = 2/4 of P/N times 0.8835. The two correct, of 1 and 4 tokens, get (1/4 + 4/12) / 2 =
     29.2 % instead of half, the largest gap: the 8 tokens above 6 get 1/3 instead of 1/4, the first 1/8 instead of 1/4."""
     said = answered(replay(capsys, tmp_path, fx_a(), "--modes", "sample_mean,prompt_mean", "--json"))
-    assert said[0] == (
-        "prompt_mean: gradient norm 0.442x sample_mean's: 0.5x is its total weight (0.5 against 1: P/N by definition, 2 prompts"
+    assert said[0] == "prompt_mean: gradient norm 0.442x sample_mean's."
+    assert said[1] == (
+        "0.5x is its total weight (0.5 against 1: P/N by definition, 2 prompts"
         " over 4 rollouts; --prompt-mean-scale prompts makes it 1) and the other 0.883x comes from where the weight goes"
         " (cosine 0.883); correct rollouts get 29.2 % of the weight instead of 50 %."
     )
@@ -46,12 +47,13 @@ def test_the_mode_that_differs_most_comes_first_and_the_others_in_short(capsys, 
     """Under token_mean the norm is sqrt(24/41) = 0.7651 of sample_mean's, and so is the cosine; constant is 16/40 of that."""
     told = replay(capsys, tmp_path, fx_a(), "--loss-aggregation-divisor", 10, "--json")
     said = answered(told)
-    assert said[0].startswith(
-        "constant: gradient norm 0.306x sample_mean's: 0.4x is its total weight (0.4 against 1: trained tokens over N x L by"
+    assert said[0] == "constant: gradient norm 0.306x sample_mean's."
+    assert said[1].startswith(
+        "0.4x is its total weight (0.4 against 1: trained tokens over N x L by"
         " definition; --loss-aggregation-divisor sets L, here 10 tokens) and the other 0.765x comes from where the weight goes"
         " (cosine 0.765); responses of more than 6 tokens get 50 % of the weight instead of 25 %"
     )
-    assert said[1] == (
+    assert said[2] == (
         "The others: prompt_mean 0.442x (total weight 0.5x, cosine 0.883), token_mean 0.765x (total weight 1x, cosine 0.765)."
     )
 
@@ -59,10 +61,8 @@ def test_the_mode_that_differs_most_comes_first_and_the_others_in_short(capsys, 
 def test_the_strict_mean_over_prompts_leaves_direction_alone(capsys, tmp_path: Path) -> None:
     flags = ("--modes", "sample_mean,prompt_mean", "--prompt-mean-scale", "prompts", "--json")
     said = answered(replay(capsys, tmp_path, fx_a(), *flags))
-    assert said[0].startswith(
-        "prompt_mean: gradient norm 0.883x sample_mean's: its total weight is the same, so this comes from where the weight"
-        " goes (cosine 0.883)"
-    )
+    assert said[0] == "prompt_mean: gradient norm 0.883x sample_mean's."
+    assert said[1].startswith("Its total weight is the same, so this comes from where the weight goes (cosine 0.883)")
 
 
 def test_steps_of_different_scale_are_not_multiplied(capsys, tmp_path: Path) -> None:
@@ -73,10 +73,10 @@ def test_steps_of_different_scale_are_not_multiplied(capsys, tmp_path: Path) -> 
     told = replay(capsys, tmp_path, tmp_path, "--modes", "sample_mean,prompt_mean", "--json")
     assert len(files) == 2
     said = answered(told)
-    assert said[0].startswith("prompt_mean: gradient norm 0.316x sample_mean's (0.191x to 0.442x) (mean of 2 steps): ")
-    assert "its total weight is 0.375x (0.375 against 1: P/N by definition, prompts over rollouts;" in said[0]
-    assert "at equal total weight the norm would be 0.824x (cosine 0.824)" in said[0]
-    assert "the other" not in said[0]
+    assert said[0] == "prompt_mean: gradient norm 0.316x sample_mean's (0.191x to 0.442x) (mean of 2 steps)."
+    assert said[1].startswith("Its total weight is 0.375x (0.375 against 1: P/N by definition, prompts over rollouts;")
+    assert "at equal total weight the norm would be 0.824x (cosine 0.824)" in said[1]
+    assert "the other" not in said[1]
 
 
 def test_where_the_modes_agree_it_says_so_and_why(capsys, tmp_path: Path) -> None:
@@ -89,11 +89,12 @@ def test_where_the_modes_agree_it_says_so_and_why(capsys, tmp_path: Path) -> Non
     )
     flags = ("--modes", "sample_mean,constant,token_mean", "--loss-aggregation-divisor", 6, "--json")
     said = answered(replay(capsys, tmp_path, lines, *flags))
-    assert said[0] == (
-        "constant: gradient norm 0.5x sample_mean's: all of it is its total weight (0.5 against 1: trained tokens over N x L by"
+    assert said[0] == "constant: gradient norm 0.5x sample_mean's."
+    assert said[1] == (
+        "All of it is its total weight (0.5 against 1: trained tokens over N x L by"
         " definition; --loss-aggregation-divisor sets L, here 6 tokens), and the direction is the same (cosine 1)."
     )
-    assert said[1].startswith("token_mean has the same gradient")
+    assert said[2].startswith("token_mean has the same gradient")
 
 
 def test_one_rollout_a_prompt_makes_prompt_mean_the_sample_mean(capsys, tmp_path: Path) -> None:
@@ -114,19 +115,18 @@ def test_a_batch_without_a_signal_is_said_to_have_none(capsys, tmp_path: Path) -
 def test_without_rewards_only_the_weights_are_compared(capsys, tmp_path: Path) -> None:
     lines = [sample(n, group_index=0) for n in (1, 3, 4, 8)]
     said = answered(replay(capsys, tmp_path, lines, "--modes", "sample_mean,token_mean", "--json"))
-    assert said[0] == (
-        "token_mean, without a gradient to compare: its total weight is 1x sample_mean's; responses of more than"
-        " 6 tokens get 50 % of the weight instead of 25 %."
-    )
+    assert said[0] == "token_mean: total weight 1x sample_mean's; there is no gradient to compare."
+    assert said[1] == "Responses of more than 6 tokens get 50 % of the weight instead of 25 %."
     assert (
-        said[1]
+        said[2]
         == "There is no pg_loss to compare the layouts by (dp1:first-fit, dp2:interleaved, dp2:contiguous, dp4:balanced)."
     )
 
 
 def test_a_kl_term_has_weights_of_its_own_so_the_norm_is_not_split(capsys, tmp_path: Path) -> None:
     flags = ("--modes", "sample_mean,prompt_mean", "--kl-coef", 0.1, "--json")
-    (first, *_) = answered(replay(capsys, tmp_path, fx_a(), *flags))
+    (_, first, *_) = answered(replay(capsys, tmp_path, fx_a(), *flags))
+    assert first.startswith("Cosine 0.")
     assert "(both of the loss with its KL term), total weight 0.5x (" in first
     assert "entropy" not in first
     assert "comes from" not in first
@@ -137,12 +137,10 @@ def test_where_the_kl_term_alone_is_left_nothing_is_said_of_the_weight_on_advant
     """Equal rewards: nothing but the KL term has a gradient."""
     lines = [{**line, "advantage": 0.0, "reward": 1.0} for line in fx_a()]
     flags = ("--modes", "sample_mean,constant,token_mean", "--kl-coef", 0.1, "--json")
-    (first, second, *_) = answered(replay(capsys, tmp_path, lines, *flags))
-    assert re.fullmatch(
-        r"token_mean: gradient norm [\d.]+x sample_mean's: cosine [\d.]+, both of the KL term alone, as every advantage is 0\.",
-        first,
-    )
-    assert second == "The others: constant 1x (cosine 1).", "its KL term is weighted as sample_mean's is"
+    (first, second, others, *_) = answered(replay(capsys, tmp_path, lines, *flags))
+    assert re.fullmatch(r"token_mean: gradient norm [\d.]+x sample_mean's\.", first)
+    assert re.fullmatch(r"Cosine [\d.]+, both of the KL term alone, as every advantage is 0\.", second)
+    assert others == "The others: constant 1x (cosine 1).", "its KL term is weighted as sample_mean's is"
 
 
 def test_without_a_gradient_the_effective_sample_size_says_that_weights_differ(capsys, tmp_path: Path) -> None:
@@ -150,7 +148,11 @@ def test_without_a_gradient_the_effective_sample_size_says_that_weights_differ(c
     lines = [sample(n, group_index=0) for n in (1, 3, 4, 8)]
     flags = ("--modes", "sample_mean,constant,token_mean", "--loss-aggregation-divisor", 10, "--json")
     said = answered(replay(capsys, tmp_path, lines, *flags))
-    assert said[1] == "The others: token_mean (total weight 1x, effective sample size 16 instead of 9.37 tokens)."
+    assert said[0] == "constant: total weight 0.4x sample_mean's; there is no gradient to compare."
+    assert said[1].startswith(
+        "0.4 against 1: trained tokens over N x L by definition; --loss-aggregation-divisor sets L, here 10 tokens; responses of"
+    )
+    assert said[2] == "The others: token_mean (total weight 1x, effective sample size 16 instead of 9.37 tokens)."
 
 
 @pytest.mark.parametrize(
@@ -192,8 +194,8 @@ def test_lengths_in_characters_are_not_called_tokens(capsys, tmp_path: Path) -> 
     folder.mkdir()
     write_jsonl(folder / "1.jsonl", rows)
     said = answered(replay(capsys, tmp_path, folder, "--modes", "sample_mean,token_mean", "--json"))
-    assert "responses of more than 9 characters get 80 % of the weight instead of 50 %" in said[0]
-    assert "tokens" not in said[0]
+    assert "responses of more than 9 characters get 80 % of the weight instead of 50 %" in said[1]
+    assert not any("tokens" in one for one in said[:2])
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
@@ -232,13 +234,13 @@ def test_every_number_of_the_sentence_is_of_the_steps_that_have_a_gradient(capsy
     write_jsonl(tmp_path / "1.jsonl", fx_a())
     flags = ("--modes", "sample_mean,constant,token_mean", "--loss-aggregation-divisor", 10, "--max-response-length", 8)
     said = answered(replay(capsys, tmp_path, tmp_path, *flags, "--json"))
-    assert said[0].startswith(
-        "constant: gradient norm 0.306x sample_mean's (mean of the 1 of 2 steps with a gradient): 0.4x is its total weight"
-        " (0.4 against 1: trained tokens over N x L by definition; --loss-aggregation-divisor sets L, here 10 tokens) and the"
+    assert said[0] == "constant: gradient norm 0.306x sample_mean's (mean of the 1 of 2 steps with a gradient)."
+    assert said[1].startswith(
+        "0.4x is its total weight (0.4 against 1: trained tokens over N x L by definition; --loss-aggregation-divisor sets L, here 10 tokens) and the"
         " other 0.765x comes from where the weight goes (cosine 0.765); responses of "
     )
-    assert said[0].endswith("responses of more than 6 tokens get 50 % of the weight instead of 25 %.")
-    assert said[1] == "The others: token_mean 0.765x (total weight 1x, cosine 0.765)."
+    assert said[1].endswith("responses of more than 6 tokens get 50 % of the weight instead of 25 %.")
+    assert said[2] == "The others: token_mean 0.765x (total weight 1x, cosine 0.765)."
 
 
 def test_layouts_that_change_nothing_are_named_and_so_is_a_single_one(capsys, tmp_path: Path) -> None:
@@ -278,7 +280,7 @@ def test_a_layout_that_changes_what_none_may_change_is_called_a_fault() -> None:
 def test_the_directory_of_a_replay_answers_as_the_replay_did(capsys, tmp_path: Path) -> None:
     told = replay(capsys, tmp_path, fx_a(), "--json")
     said = answered(told)
-    assert len(said) == 3
+    assert len(said) == 4
     compared = strict_json(aggcli(capsys, "compare", told.output, "--json").out)
     assert compared["answer"] == said
     screen = " ".join(aggcli(capsys, "compare", told.output).out.split())
@@ -307,7 +309,7 @@ def test_what_is_no_replay_of_each_mode_once_has_no_answer_of_one(capsys, tmp_pa
 def test_the_answer_stands_first_and_the_notes_and_settings_last(capsys, tmp_path: Path) -> None:
     told = replay(capsys, tmp_path, fx_a(), "--modes", "sample_mean,token_mean")
     lines = told.out.splitlines()
-    assert lines[0].startswith("token_mean: gradient norm 0.765x sample_mean's: ")
+    assert lines[0].startswith("token_mean: gradient norm 0.765x sample_mean's.")
     heads = [at for at, line in enumerate(lines) if line.startswith(("step 0", "where the weight goes", "mode: "))]
     assert heads == sorted(heads)
     assert len(heads) == 3

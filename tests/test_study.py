@@ -41,7 +41,7 @@ def test_the_verdict_is_an_answer_and_a_list_in_every_format(tmp_path: Path, cap
     heading = f"Accuracy in training rollouts, equal steps, step 11, against sample_mean {corrected}:"
     whole = json.loads(printed(capsys, runs, format="json", fit=False)[0])
     headline, found = " ".join(whole["answer"]), whole["verdict"]
-    assert len(whole["answer"]) == 3
+    assert len(whole["answer"]) == 4
     assert [(line["axis"], line["mode"], line["word"]) for line in found["lines"]] == [
         (axis, mode, word)
         for axis in ("steps", "tokens")

@@ -19,6 +19,7 @@ from aggcli.analysis.settings import labelled
 from aggcli.analysis.training_answer import verdict
 from aggcli.errors import SettingError
 from aggcli.report.comparison_rows import rows_of
+from aggcli.report.effects import first_outcomes
 
 
 def run(mode: str, seed: int, accuracy: ArrayLike, per_step: float = 10.0, steps: Sequence[int] | None = None) -> History:
@@ -129,8 +130,9 @@ def test_a_line_names_the_word_size_interval_both_p_values_the_floor_and_the_see
     found = verdict(compare(runs, window=0))
     accuracy = "accuracy in training rollouts, equal {} +0.107 [+0.078, +0.135] (0.6167 against 0.51)"
     assert found.answer.sentences == (
-        "3 of 4 differences from a under b are shown, largest first against its spread over seeds: tokens to accuracy 0.46"
-        f" -1.81 tokens [-2.04, -1.58] (6.975 against 8.784); {accuracy.format('steps')}; {accuracy.format('tokens')}.",
+        "3 of 4 differences from a under b are shown; the largest against its spread over seeds: tokens to accuracy 0.46"
+        " -1.81 tokens [-2.04, -1.58] (6.975 against 8.784).",
+        f"Next: {accuracy.format('steps')}; {accuracy.format('tokens')}.",
         "3 seeds, so few that only large differences can be shown; a difference is shown where the p of its paired t-test,"
         " corrected by Holm over all 4 tests, is below 5 %.",
     )
@@ -150,10 +152,9 @@ def test_the_headline_is_short_whatever_is_shown_of_many_modes():
         return [run(mode, s, [0.1, 0.3, level + s / 50 + rng.normal(0, 0.001)], per_step) for s in range(4)]
 
     some = [*arm("a", 0.5), *arm("d", 0.5)]
-    first, power, _ = verdict(compare(some, window=0)).answer.sentences
-    assert first.startswith(
-        "No difference from a is shown under d, in any of 4 outcomes that were tested: accuracy in training rollouts, equal"
-    )
+    first, size, power, _ = verdict(compare(some, window=0)).answer.sentences
+    assert first == "No difference from a is shown under d, in any of 4 outcomes that were tested."
+    assert size.startswith("Accuracy in training rollouts, equal steps: ")
     assert power.startswith("The smallest difference in accuracy that would have been shown with 80 % power is 0.00")
     comparison = compare([*some, *arm("b", 0.7), *arm("c", 0.4, 5.0)], window=0)
     found = verdict(comparison)
@@ -162,16 +163,31 @@ def test_the_headline_is_short_whatever_is_shown_of_many_modes():
     }
     assert {("accuracy", "b"), ("accuracy", "c"), ("accuracy_at_equal_tokens", "b")} <= shown
     assert not [label for _, label in shown if label == "d"]
-    first, rest, _ = found.answer.sentences
+    first, following, rest, _ = found.answer.sentences
     assert first.startswith(
-        f"{len(shown)} of {comparison.tests} differences from a are shown, largest first against its spread"
+        f"{len(shown)} of {comparison.tests} differences from a are shown; the largest against its spread over seeds: "
     )
-    assert first.endswith(f"; {len(shown) - 3} more in the table.")
+    assert following.endswith(f"; {len(shown) - 3} more in the table.")
     assert "no difference shown under d: d " in rest
     assert [[line.partition(":")[0] for line in lines] for _, lines in found.lists] == [["b", "d", "c"], ["b", "c", "d"]]
     many = verdict(compare([one for mode in "abcdefgh" for one in arm(mode, 0.5)], window=0)).answer.sentences
     assert many[0].startswith("No difference from a is shown under b, c, d or 4 more, in any of 4 outcomes")
-    assert len(many) == 3
+    assert len(many) == 4
+
+
+def test_what_is_drawn_first_is_success_and_then_what_differs():
+    """Half the tokens a step, by 0.1 more or less a seed: the tokens trained on differ, the accuracy at equal steps does not."""
+    level = (0.5, 0.52, 0.49)
+    runs = [run("a", s, [0.1, 0.3, at]) for s, at in enumerate(level)]
+    runs += [run("b", s, [0.1, 0.3, at + (0.01, -0.012, 0.003)[s]], 5 + s / 10) for s, at in enumerate(level)]
+    found = compare(runs, window=0)
+    differ = {name for name, of in found.outcomes.items() if of["b"].pair and of["b"].pair.shown}
+    assert "tokens" in differ
+    assert "accuracy" not in differ
+    drawn = first_outcomes(found)
+    assert drawn[0] == "accuracy"
+    assert set(drawn[1 : len(differ) + 1]) == differ
+    assert len(drawn) == len(set(drawn)) <= 6
 
 
 def test_modes_without_a_common_seed_are_not_paired():
@@ -198,7 +214,7 @@ def test_a_difference_beyond_the_range_of_an_outcome_is_no_difference_that_could
     pair = found.rankings[0].standings[0]
     assert pair.power is not None
     assert pair.power.smallest == pytest.approx(0.1 * (1 / math.tan(math.pi * 0.025 / 3) + math.tan(math.pi * 0.3)), rel=1e-6)
-    assert found.answer.sentences[1] == (
+    assert found.answer.sentences[2] == (
         "No possible difference in accuracy would have been shown with 80 % power: 2 seeds at this spread."
     )
     assert found.lists[0][1][0].endswith("; at this spread no possible difference would have been shown with 80 % power")

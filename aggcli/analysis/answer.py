@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Answer:
-    """Whole sentences, each with its full stop: what differs and by how much, how sure that is, and what to do about it; three
-    at most, and before them what went wrong. In JSON `answer`, the list of them.
+    """Whole sentences, each with its full stop. The first is short enough for a headline: what differs and by how much. Then at
+    most four: what makes it, how sure that is, and what to do about it. Before them what went wrong. In JSON `answer`, the list
+    of them.
     """
 
     sentences: tuple[str, ...]

@@ -146,7 +146,7 @@ def _pair(head: Mapping[str, Any], steps: Steps, baseline: str, mode: str, moved
 
 
 def _differences(pairs: Sequence[_Pair]) -> list[str]:
-    """The mode that differs most in a sentence, and the others in another."""
+    """The mode that differs most: by how much, and what makes it; then the others."""
     same = [pair for pair in pairs if pair.is_same]
     others = sorted((pair.with_gradient() for pair in pairs if pair not in same), key=_rank)
     if not others:
@@ -160,7 +160,7 @@ def _differences(pairs: Sequence[_Pair]) -> list[str]:
         steps = len(others[0].steps)
         parts.append(f"The others: {', '.join([*(_in_short(pair, steps) for pair in others[1:4]), *more])}")
     parts += _in_one(same)
-    return [_sentence(others[0]), *([f"{'; '.join(parts)}."] if parts else [])]
+    return [*_sentences(others[0]), *([f"{'; '.join(parts)}."] if parts else [])]
 
 
 def _in_one(same: Sequence[_Pair]) -> list[str]:
@@ -184,8 +184,8 @@ def _rank(pair: _Pair) -> tuple[float, float]:
     return (-abs(math.log(ratio)) if ratio else 0.0, _mean(pair.cosines) or 0.0)
 
 
-def _sentence(pair: _Pair) -> str:
-    """`prompt_mean: gradient norm 0.102x sample_mean's: ...; responses of more than 12 tokens get ...`."""
+def _sentences(pair: _Pair) -> list[str]:
+    """`prompt_mean: gradient norm 0.102x sample_mean's.` and `0.125x is ...; responses of more than 12 tokens get ...`."""
     ratio, scale, cosines = _mean(pair.ratios), _mean(pair.scales), pair.cosines
     has, what = len(pair.steps), "trained tokens" if ratio is None else "a gradient"
     over = (
@@ -197,13 +197,15 @@ def _sentence(pair: _Pair) -> str:
     over += ["without the entropy term"] if ratio is not None and pair.head["settings"].get("entropy_coef") else []
     over = f" ({', '.join(over)})" if over else ""
     if ratio is None:
-        lead = f"{pair.mode}, without a gradient to compare{over}"
-        parts = [f"its total weight is {short(scale)}x {pair.baseline}'s{_why_scale(pair)}"] if scale is not None else []
+        total = "" if scale is None else f"total weight {short(scale)}x {pair.baseline}'s; "
+        lead = f"{pair.mode}: {total}there is no gradient to compare{over}"
+        parts = [_why_scale(pair).strip(" ()")]
     else:
         lead = f"{pair.mode}: gradient norm {short(ratio)}x {pair.baseline}'s{_range(pair.ratios)}{over}"
         parts = [_split(pair, ratio, scale, cosines)]
     parts += [] if ratio is not None and _is_flat(pair) else _where(pair)
-    return ": ".join(filter(None, (lead, "; ".join(filter(None, parts))))) + "."
+    why = "; ".join(filter(None, parts))
+    return [f"{lead}.", *([f"{why[0].upper()}{why[1:]}."] if why else [])]
 
 
 def _split(pair: _Pair, ratio: float, scale: float | None, cosines: Sequence[float]) -> str:

@@ -53,13 +53,13 @@ def _answer(comparison: Comparison, rankings: Sequence[Ranking], behind: str) ->
     if not shown:
         power = _power(comparison, rankings)
         said = (
-            _nothing_shown(comparison, rankings),
+            *_nothing_shown(comparison, rankings),
             power and f"{power[0].upper()}{power[1:]}.",
             _sureness(comparison, behind),
         )
         return Answer(tuple(filter(None, said)))
     rest = _success_not_shown(comparison, rankings, {(one.outcome, one.label) for one in shown[:_MOST]})
-    return Answer(tuple(filter(None, (_shown(comparison, shown), rest, _sureness(comparison, behind)))))
+    return Answer(tuple(filter(None, (*_shown(comparison, shown), rest, _sureness(comparison, behind)))))
 
 
 def _alone(comparison: Comparison, behind: str) -> str:
@@ -85,31 +85,34 @@ def _untested(rankings: Sequence[Ranking], effects: Sequence[Effect], base: str)
     return f"One seed: no interval and no test, so no difference can be shown between {base} and {labels} ({sizes})."
 
 
-def _shown(comparison: Comparison, shown: Sequence[Effect]) -> str:
-    """`2 of 26 differences from a are shown, largest first ...: b, accuracy +0.107 [+0.078, +0.135] (0.612 against 0.505)`."""
+def _shown(comparison: Comparison, shown: Sequence[Effect]) -> list[str]:
+    """`2 of 26 differences from a are shown; the largest against its spread over seeds: b, accuracy +0.107 [+0.078, +0.135] (0.612
+    against 0.505).` and those that come next."""
     several = len(comparison.labels) > 2
     named = [f"{one.label}, {one.text}" if several else one.text for one in shown[:_MOST]]
-    more = [f"{len(shown) - _MOST} more in the table"] if len(shown) > _MOST else []
     under = "" if several else f" under {shown[0].label}"
-    are = "is" if len(shown) == 1 else "are"
-    order = ", largest first against its spread over seeds" if len(shown) > 1 else ""
-    of = f"{len(shown)} of {plural(comparison.tests, 'difference')} from {comparison.baseline}{under} {are} shown{order}"
-    return f"{of}: {'; '.join([*named, *more])}."
+    of = f"{len(shown)} of {plural(comparison.tests, 'difference')} from {comparison.baseline}{under}"
+    if len(shown) == 1:
+        return [f"{of} is shown: {named[0]}."]
+    more = [f"{len(shown) - _MOST} more in the table"] if len(shown) > _MOST else []
+    first = f"{of} are shown; the largest against its spread over seeds: {named[0]}."
+    return [first, f"Next: {'; '.join([*named[1:], *more])}."]
 
 
-def _nothing_shown(comparison: Comparison, rankings: Sequence[Ranking]) -> str:
-    """`No difference from a is shown in any of 13 tests (13 outcomes): accuracy ... b +0.001 [-0.003, +0.005].`"""
+def _nothing_shown(comparison: Comparison, rankings: Sequence[Ranking]) -> list[str]:
+    """`No difference from a is shown under b, in any of 13 outcomes that were tested.` and `Accuracy ...: +0.001 [-0.003, +0.005].`"""
     outcomes = sum(any(_is_tested(one.pair) for one in of.values()) for of in comparison.outcomes.values())
     outcomes += any(one.test.p is not None for one in comparison.ratios)
     modes = [label for label in comparison.labels if label != comparison.baseline]
     under = f" under {listed(_few(modes), 'or')}"
     many = plural(outcomes, "outcome that was tested", "outcomes that were tested")
-    first = f"No difference from {comparison.baseline} is shown{under}, in any of {many}"
+    first = f"No difference from {comparison.baseline} is shown{under}, in any of {many}."
     if not rankings:
-        return f"{first}."
+        return [first]
     own = [pair for pair in _pairs(comparison, rankings[0].outcome).items() if _is_tested(pair[1])]
     sizes = [f"{label} {_size(pair)}" if len(modes) > 1 else _size(pair) for label, pair in own[:_MOST]]
-    return f"{first}: {comparison.named(rankings[0].outcome)} {'; '.join(sizes)}." if sizes else f"{first}."
+    head = comparison.named(rankings[0].outcome)
+    return [first, f"{head[0].upper()}{head[1:]}: {'; '.join(sizes)}."] if sizes else [first]
 
 
 def _success_not_shown(comparison: Comparison, rankings: Sequence[Ranking], named: set[tuple[str, str]]) -> str:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from aggcli.analysis.comparison import Comparison, Pair
+from aggcli.analysis.effects import effects_of
 from aggcli.analysis.statistics import ALPHA
 from aggcli.analysis.units import in_length_unit
 from aggcli.measurement.words import plural, signed
@@ -26,6 +27,7 @@ _FIRST = (
     ("response_length_on_fresh_prompts", "response_length"),
 )
 """What is looked at first: of each of these, the first that was measured."""
+_PANELS = 6
 
 
 ROUNDING = 1e-12
@@ -33,9 +35,12 @@ ROUNDING = 1e-12
 
 
 def first_outcomes(comparison: Comparison) -> list[str]:
-    """The outcomes that are looked at first, six at the most: success, then what became of the lengths."""
+    """The outcomes that are looked at first, six at the most: success, then those with a difference that is shown, then the
+    other axes of success and the lengths."""
     found = (next((name for name in names if name in comparison.outcomes), None) for names in _FIRST)
-    return [name for name in found if name is not None]
+    first = [name for name in found if name is not None]
+    differ = [one.outcome for one in effects_of(comparison) if one.shown and one.outcome in comparison.outcomes]
+    return list(dict.fromkeys([*first[:1], *(name for name in first if name in differ), *differ, *first]))[:_PANELS]
 
 
 def effects(comparison: Comparison) -> Figure:
