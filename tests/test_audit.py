@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -362,6 +363,29 @@ def test_a_rule_is_evaluated_on_the_recorded_micro_batches_even_where_its_framew
     assert bnpo["verdict"] == step["rules"]["trl:grpo"]["verdict"] == "varies"
     assert bnpo["skipped"] == []
     assert bnpo["reference_layout"] == "recorded"
+
+
+def test_what_varies_only_on_a_recorded_layout_of_another_framework_is_set_apart(capsys) -> None:
+    """Recorded are micro-batches of unequal numbers of samples. In equal ones 1/(GA B n) is 1/(N n) everywhere, so trl:grpo has
+    the same weights in dp1 and dp2; trl:bnpo counts tokens in each half, and verl's token-mean in all."""
+    path, layouts = str(DATA / "slime_train" / "2.pt"), ("--layouts", "recorded,dp1:contiguous,dp2:contiguous", "--no-search")
+    told = _json(capsys, path, "--rules", "trl:grpo,trl:bnpo,verl:token-mean", *layouts)
+    (rules,) = (step["rules"] for step in told["steps"])
+    verdicts = {name: found["verdict"] for name, found in rules.items()}
+    assert verdicts == {"trl:grpo": "varies as recorded", "trl:bnpo": "varies", "verl:token-mean": "invariant"}
+    assert told["answer"][0].startswith("1 of the 3 rules compared varies with the layout: trl:bnpo, under dp")
+    assert told["answer"][1] == "By framework, rules that vary: trl 1 of 2; of verl none."
+    only = "only between the recorded layout, which its framework cannot represent, and the others"
+    by = rf" \(trl:grpo\) {only}, by up to [\d.]+ %\."
+    assert re.fullmatch(f"1 more varies{by}", told["answer"][2])
+    alone = _json(capsys, path, "--rules", "trl:grpo,verl:token-mean", *layouts)["answer"]
+    first = (
+        "No evaluated layout that its framework can represent changes the weight of a token under any of the 2 rules compared."
+    )
+    assert alone[0] == first
+    assert re.fullmatch("trl:grpo varies" + by.removeprefix(r" \(trl:grpo\)"), alone[1])
+    assert not any("trl none" in one for one in alone)
+    assert aggcli(capsys, "audit", path, "--rules", "trl:grpo", *layouts, "--fail-on-variance", 1e-6).code == 1
 
 
 def test_a_rule_left_out_of_a_layout_is_not_called_invariant_there(capsys) -> None:

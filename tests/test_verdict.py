@@ -176,7 +176,7 @@ def test_the_headline_is_short_whatever_is_shown_of_many_modes():
 
 
 def test_what_is_drawn_first_is_success_and_then_what_differs():
-    """Half the tokens a step, by 0.1 more or less a seed: the tokens trained on differ, the accuracy at equal steps does not."""
+    """Half the tokens a step, by 0.1 more a seed: the tokens trained on differ, the accuracy at equal steps does not."""
     level = (0.5, 0.52, 0.49)
     runs = [run("a", s, [0.1, 0.3, at]) for s, at in enumerate(level)]
     runs += [run("b", s, [0.1, 0.3, at + (0.01, -0.012, 0.003)[s]], 5 + s / 10) for s, at in enumerate(level)]

@@ -86,8 +86,8 @@ def _untested(rankings: Sequence[Ranking], effects: Sequence[Effect], base: str)
 
 
 def _shown(comparison: Comparison, shown: Sequence[Effect]) -> list[str]:
-    """`2 of 26 differences from a are shown; the largest against its spread over seeds: b, accuracy +0.107 [+0.078, +0.135] (0.612
-    against 0.505).` and those that come next."""
+    """`2 of 26 differences from a are shown; the largest against its spread over seeds: b, accuracy +0.107 [+0.078, +0.135]
+    (0.612 against 0.505).` and those that come next."""
     several = len(comparison.labels) > 2
     named = [f"{one.label}, {one.text}" if several else one.text for one in shown[:_MOST]]
     under = "" if several else f" under {shown[0].label}"
@@ -100,7 +100,8 @@ def _shown(comparison: Comparison, shown: Sequence[Effect]) -> list[str]:
 
 
 def _nothing_shown(comparison: Comparison, rankings: Sequence[Ranking]) -> list[str]:
-    """`No difference from a is shown under b, in any of 13 outcomes that were tested.` and `Accuracy ...: +0.001 [-0.003, +0.005].`"""
+    """`No difference from a is shown under b, in any of 13 outcomes that were tested.` and
+    `Accuracy ...: +0.001 [-0.003, +0.005].`"""
     outcomes = sum(any(_is_tested(one.pair) for one in of.values()) for of in comparison.outcomes.values())
     outcomes += any(one.test.p is not None for one in comparison.ratios)
     modes = [label for label in comparison.labels if label != comparison.baseline]

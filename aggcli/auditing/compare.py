@@ -15,8 +15,11 @@ from aggcli.auditing.rules import AuditRule
 from aggcli.auditing.search import TOLERANCE, Counterexample, deviation, smallest_counterexample
 from aggcli.errors import AggcliError, SettingError
 
-RuleVerdict = Literal["invariant", "varies", "not finite", "not compared", "not computed"]
-"""What is said of a rule over the layouts that it was evaluated under; `not compared`: under one layout only."""
+RuleVerdict = Literal["invariant", "varies", "varies as recorded", "not finite", "not compared", "not computed"]
+"""What is said of a rule over the layouts that it was evaluated under; `varies as recorded`: between the recorded layout, which
+its framework cannot represent, and others, but not between the two or more that it can; `not compared`: under one layout
+only."""
+VARIES: tuple[RuleVerdict, ...] = ("varies", "varies as recorded")
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class RuleReport:
             "gradient_cosine": self.effective_cosine,
             "deviation": self.deviation if self.under or self.verdict == "not finite" else None,
             "layouts": {one.layout: {k: v for k, v in vars(one).items() if k != "layout"} for one in self.under},
-            "worst_layout": self.worst.layout if self.worst and self.verdict == "varies" else None,
+            "worst_layout": self.worst.layout if self.worst and self.verdict in VARIES else None,
             "skipped": list(self.skipped),
             "reason": self.reason,
             "counterexample": self.counterexample.as_json() if self.counterexample else None,
@@ -151,16 +154,21 @@ def _report(
             "its framework can represent none of these layouts: it needs equal micro-batches, or ranks of equal size"
         )
     reference_T = rule.weights(frozen.step, possible[0].schedule, possible[0].cp)
-    under = []
+    under, own_T = [], None
+    moves = sum(rule.can_represent(layout.schedule) for layout in possible) < 2  # nothing says that these alone do not
     for layout in possible:
         weight_T = rule.weights(frozen.step, layout.schedule, layout.cp)
+        if rule.can_represent(layout.schedule):
+            own_T = weight_T if own_T is None else own_T
+            moves = moves or deviation(own_T, weight_T) > tolerance
         ratio, cosine = _against(frozen.slope_T, weight_T, reference_T)
         under.append(UnderLayout(layout.text, _loss(frozen, weight_T), ratio, cosine, deviation(reference_T, weight_T)))
     broken = bool(torch.isnan(reference_T).any())
     worst = max(one.deviation for one in under)
-    verdict = _verdict(broken, worst > tolerance, len(under))
-    reason = "a fully masked piece of the batch is 0/0" if broken else rule.why() if verdict == "varies" else ""
-    if verdict == "varies" and math.isinf(worst):
+    verdict = _verdict(broken, worst > tolerance, moves, len(under))
+    varies = verdict in VARIES
+    reason = "a fully masked piece of the batch is 0/0" if broken else rule.why() if varies else ""
+    if varies and math.isinf(worst):
         reason += "; a fully masked piece is 0/0"
     report = RuleReport(
         rule=rule.name,
@@ -174,11 +182,12 @@ def _report(
     return report, reference_T
 
 
-def _verdict(broken: bool, moved: bool, layouts: int) -> RuleVerdict:
+def _verdict(broken: bool, moved: bool, moved_own: bool, layouts: int) -> RuleVerdict:
+    """`moved_own`: between two layouts that the framework can represent."""
     if broken:
         return "not finite"
     if moved:
-        return "varies"
+        return "varies" if moved_own else "varies as recorded"
     return "invariant" if layouts > 1 else "not compared"
 
 

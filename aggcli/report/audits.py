@@ -19,6 +19,8 @@ from aggcli.rules.reference import PAPERS
 Step = Mapping[str, Any]
 BUILT_IN = "the built-in batch"
 """The rollouts of an audit of none."""
+_AS_RECORDED = "varies as recorded"
+_VARIES = ("varies", _AS_RECORDED)
 _FEW = 12
 """Rules that all have a row of the table; of more, only those that vary have one."""
 
@@ -56,23 +58,28 @@ def audit_answer(head: Mapping[str, Any], steps: Sequence[Step]) -> Answer:
     verdicts = {rule: _verdict(_of(steps, rule)) for rule in _rules(steps)}
     if all(verdict == "not computed" for verdict in verdicts.values()):
         return Answer(("No rule could be computed on this batch.",))
-    compared = [rule for rule, verdict in verdicts.items() if verdict in ("varies", "invariant")]
+    compared = [rule for rule, verdict in verdicts.items() if verdict in (*_VARIES, "invariant")]
     varying = [rule for rule in compared if verdicts[rule] == "varies"]
+    recorded = [rule for rule in compared if verdicts[rule] == _AS_RECORDED]
     others = {rule: verdict for rule, verdict in verdicts.items() if verdict in ("not compared", "not finite")}
-    said = [_on_layouts(head, steps, compared, varying) + _not_judged(others)]
-    said += [_on_frameworks(compared, varying, others)] if varying else []
+    said = [_on_layouts(head, steps, compared, varying, bool(recorded)) + _not_judged(others)]
+    said += [_on_frameworks([*compared, *others], varying, {*recorded, *others})] if varying else []
+    said += [_on_recorded(steps, recorded, "more" if varying else "") if recorded else ""]
     said += [_on_rules(head, steps, [rule for rule, verdict in verdicts.items() if verdict != "not computed"])]
     return Answer(tuple(filter(None, said)))
 
 
-def _on_layouts(head: Mapping[str, Any], steps: Sequence[Step], compared: Sequence[str], varying: Sequence[str]) -> str:
-    """Without its full stop."""
+def _on_layouts(
+    head: Mapping[str, Any], steps: Sequence[Step], compared: Sequence[str], varying: Sequence[str], recorded: bool
+) -> str:
+    """Without its full stop. `recorded`: whether the recorded layout alone moves a rule."""
     where = "On the built-in batch " if head["rollouts"] == BUILT_IN else ""
     if not compared:
         return "No rule was compared between two layouts"
     if not varying:
         which = compared[0] if len(compared) == 1 else f"any of the {len(compared)} rules compared"
-        return f"{where or 'N'}{'n' if where else ''}o layout that was evaluated changes the weight of a token under {which}"
+        layout = "evaluated layout that its framework can represent" if recorded else "layout that was evaluated"
+        return f"{where or 'N'}{'n' if where else ''}o {layout} changes the weight of a token under {which}"
     vary = "varies" if len(varying) == 1 else "vary"
     lead = f"{where}{len(varying)} of the {len(compared)} rules compared {vary} with the layout"
     lead = lead if len(compared) > 1 else f"{where}{varying[0]} varies with the layout"
@@ -98,6 +105,18 @@ def _on_layouts(head: Mapping[str, Any], steps: Sequence[Step], compared: Sequen
     return f"{lead}: {'; '.join(told)}" if told else lead
 
 
+def _on_recorded(steps: Sequence[Step], rules: Sequence[str], more: str) -> str:
+    """`3 more vary (a, b and c) only between the recorded layout, which their framework cannot represent, and others.`"""
+    few = listed(list(rules)) if len(rules) <= _FEW else _few(rules)
+    changes = [one["deviation"] for rule in rules for one in _of(steps, rule)]
+    worst = math.inf if any(change is None for change in changes) else max(changes)
+    by = f", by up to {percent(worst)}" if math.isfinite(worst) else ""
+    vary = "varies" if len(rules) == 1 else "vary"
+    which = f"{len(rules)} {more} {vary} ({few})" if more else f"{few} {vary}"
+    whose = "its framework" if len(rules) == 1 else "their framework"
+    return f"{which} only between the recorded layout, which {whose} cannot represent, and the others{by}."
+
+
 def _worst(report: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the layout that moves the rule most makes of it."""
     return report["layouts"][report["worst_layout"]]
@@ -112,17 +131,17 @@ def _not_judged(others: Mapping[str, str]) -> str:
     return "".join(f"; {text}" for text in said) + "."
 
 
-def _on_frameworks(compared: Sequence[str], varying: Sequence[str], others: Iterable[str]) -> str:
+def _on_frameworks(rules: Sequence[str], varying: Sequence[str], open_ones: set[str]) -> str:
     """`By framework, rules that vary: trl 1 of 5; of slime, verl none.`; blank where fewer than two frameworks are there. A
-    framework with a rule that was not judged is not said to have none."""
+    framework with a rule that was not judged, or that varies as recorded (`open_ones`), is not said to have none."""
     of: dict[str, list[str]] = {}
-    for rule in (*compared, *others):
+    for rule in rules:
         found = recorded_rule(rule)
         if found is not None and not found.is_mode and found.framework not in PAPERS:
             of.setdefault(found.framework, []).append(rule)
     there = {name: [rule for rule in rules if rule in varying] for name, rules in of.items()}
     moved = [f"{name} {len(own)} of {len(of[name])}" for name, own in there.items() if own]
-    still = [name for name, own in there.items() if not own and not any(rule in others for rule in of[name])]
+    still = [name for name, own in there.items() if not own and not open_ones.intersection(of[name])]
     if not moved or len(of) == 1:
         return f"Those that vary: {listed(list(varying))}." if 1 < len(varying) <= _FEW else ""
     return f"By framework, rules that vary: {', '.join(moved)}" + (f"; of {', '.join(still)} none." if still else ".")
@@ -158,6 +177,8 @@ def _table(steps: Sequence[Step], rules: Sequence[str], head: Mapping[str, Any])
         f"{over}gradient norm and cosine: against {head['baseline']}'s under the reference layout; change: the largest of a"
         " token's weight, relative to it, under any other layout that the rule was evaluated under"
     )
+    if any(_verdict(_of(steps, rule)) == _AS_RECORDED for rule in rules):
+        caption += "; as recorded: varies only between the recorded layout, which the framework cannot represent, and others"
     table = BlockTable(["rule", *numbers, ""], numbers, padding=(0, 1, 0, 0), caption=caption, fold_names=True)
     for rule in rules:
         found = _of(steps, rule)
@@ -168,7 +189,7 @@ def _table(steps: Sequence[Step], rules: Sequence[str], head: Mapping[str, Any])
             "" if ratio is None else f"{short(ratio)}x",
             _number(_mean(report["gradient_cosine"] for report in found)),
             _change(found),
-            _verdict(found),
+            _verdict(found).replace(_AS_RECORDED, "as recorded"),
         )
     return table
 
@@ -186,7 +207,7 @@ def _change(found: Sequence[Mapping[str, Any]]) -> str:
 
 def _verdict(found: Sequence[Mapping[str, Any]]) -> str:
     verdicts = [report["verdict"] for report in found]
-    return next((v for v in ("not finite", "varies", "not compared", "invariant") if v in verdicts), "not computed")
+    return next((v for v in ("not finite", *_VARIES, "not compared", "invariant") if v in verdicts), "not computed")
 
 
 # -- in words -------------------------------------------------------------------------------------------------------
@@ -213,7 +234,7 @@ def _reasons(steps: Sequence[Step], rules: Sequence[str]) -> Iterable[list[str]]
     groups: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for rule in rules:
         worst = max(_of(steps, rule), key=lambda r: math.inf if r["deviation"] is None else r["deviation"])
-        if worst["verdict"] in ("varies", "not finite"):
+        if worst["verdict"] in (*_VARIES, "not finite"):
             groups.setdefault(worst["reason"], []).append((rule, worst))
     for reason, members in groups.items():
         told = [f"{', '.join(rule for rule, _ in members)}: {reason or 'the weights depend on the layout'}"]

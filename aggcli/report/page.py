@@ -31,7 +31,8 @@ from aggcli.version import __version__
 
 _PARTS = Path(__file__).parent.parent / "data" / "report"
 CAPTIONS = {
-    "effects": "How far each mode is from the baseline: success first, then outcomes with a difference that is shown, then lengths.",
+    "effects": "How far each mode is from the baseline: success first, then outcomes with a difference that is"
+    " shown, then lengths.",
     "accuracy_by_tokens": "Which mode gets further for the same number of tokens: a higher line is better, a line further left"
     " gets there sooner. The scatter of the dots is the noise of single steps.",
     "learning_curves": "What changes over training. Whether modes differ is for the answer above to say, not for the eye.",
