@@ -51,7 +51,17 @@ PROMPT = (0.95 / 4 + 1.8 / 12) / 2
 INVARIANT = {
     **dict.fromkeys(
         (
-            *("verl:token-mean", "trl:dapo", "openrlhf:token", "nemo-rl:token", "skyrl:token_mean", "areal", "prime-rl"),
+            *(
+                "trl:cispo",
+                "trl:vespo",
+                "verl:token-mean",
+                "trl:dapo",
+                "openrlhf:token",
+                "nemo-rl:token",
+                "skyrl:token_mean",
+                "areal",
+                "prime-rl",
+            ),
             *("open-instruct:token", "slime:per_token", "miles:per_token", "roll:token-mean", "token_mean", "per_token"),
         ),
         TOKEN,
@@ -60,7 +70,7 @@ INVARIANT = {
         (
             *("slime:sample_mean", "miles:sample_mean", "verl:seq-mean-token-mean", "openrlhf:sequence", "nemo-rl:sequence"),
             *("skyrl:sequence_mean", "roll:seq-mean-token-mean", "sample_mean", "grpo", "seq-mean-token-mean"),
-            *("trl:grpo", "ms-swift:grpo", "oat:grpo", "torchforge:simple-grpo", "verl-legacy:seq-mean-token-mean"),
+            *("trl:grpo", "trl:sapo", "ms-swift:grpo", "oat:grpo", "torchforge:simple-grpo", "verl-legacy:seq-mean-token-mean"),
         ),
         SAMPLE,
     ),

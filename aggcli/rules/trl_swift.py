@@ -9,6 +9,7 @@ from aggcli.rules.rule import Evidence, Rule
 
 _ROWS_OF_MB = By("samples", "micro-batch")
 _TRL_VERSION = "1.16.0; f2cd5771 (2026-07-24)"
+_OWN_LOSS = "its per-token loss is not the clipped surrogate: only the weights are what is shown here"
 _Row = tuple[str, Evidence, str, tuple[By, ...], str, tuple[str, ...]]
 """(mode, evidence, formula, denominators, nearest mode here, traps)."""
 
@@ -53,7 +54,34 @@ _TRL_MODES: tuple[_Row, ...] = (
         "constant",
         ("needs importance_sampling_level=sequence: one loss per row, times its length", "constant with L = 1"),
     ),
+    (
+        "cispo",
+        "code",
+        "sum_t l_t / T, T over the optimizer step; l_t = -clip(r_t) A log pi_t",
+        (By("tokens", floor=1),),
+        "token_mean",
+        (_OWN_LOSS, "the printed CISPO divides by the tokens of each prompt: prompt_mean"),
+    ),
+    (
+        "vespo",
+        "code",
+        "sum_t l_t / T, T over the optimizer step; l_t = -phi A log pi_t",
+        (By("tokens", floor=1),),
+        "token_mean",
+        (_OWN_LOSS,),
+    ),
+    (
+        "sapo",
+        "code",
+        "1/GA sum_mb mean_rows( sum l_t / max(n_i, 1) ); l_t = -4/tau sigmoid(tau (r_t - 1)) A",
+        (_ROWS_OF_MB, By("tokens of the sample", floor=1)),
+        "sample_mean",
+        (_OWN_LOSS,),
+    ),
 )
+_STEP_TOKENS = ("dapo", "cispo", "vespo")
+"""The loss types that divide by `num_items_in_batch`, the trained tokens of the whole generation batch over the optimizer steps
+that it is cut into; of the optimizer step, where that is one."""
 _ENTROPY = Rule(
     "trl:entropy-bonus",
     "entropy_coef",
@@ -64,7 +92,7 @@ _ENTROPY = Rule(
     micro_batches="mean",
     ranks="mean",
 )
-"""How TRL aggregates its entropy bonus under every loss_type but dapo: not a rule for pg_loss."""
+"""How TRL aggregates its entropy bonus under every loss_type: not a rule for pg_loss."""
 _TRL = tuple(
     Rule(
         f"trl:{name}",
@@ -73,12 +101,12 @@ _TRL = tuple(
         evidence,
         formula,
         counts,
-        micro_batches="sum" if name == "dapo" else "mean",
-        ranks="sum" if name == "dapo" else "mean",
-        layouts="any" if name == "dapo" else "equal micro-batches",
+        micro_batches="sum" if name in _STEP_TOKENS else "mean",
+        ranks="sum" if name in _STEP_TOKENS else "mean",
+        layouts="any" if name in _STEP_TOKENS else "equal micro-batches",
         divisor_is="max_completion_length" if name == "dr_grpo" else "",
         context_parallel="unverified",
-        entropy_term="its own weights" if name == "dapo" else _ENTROPY,
+        entropy_term=_ENTROPY,
         terms_evidence="code",
         mode=mode,
         is_default=name == "dapo",
@@ -104,7 +132,7 @@ _SWIFT = tuple(
         unverified="the Megatron backend looks under-scaled the same way (derived, not run)",
     )
     for rule in _TRL
-    if rule.name != "trl:luspo"
+    if rule.name.partition(":")[2] in ("grpo", "bnpo", "dr_grpo", "dapo")
 )
 
 TRL_SWIFT = (*_TRL, *_SWIFT)

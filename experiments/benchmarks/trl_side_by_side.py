@@ -1,6 +1,6 @@
 """How fast is a stack of runs against TRL's GRPOTrainer on the same task, model size, batch, steps and response limit?
 
-    pip install '.[bench]'
+    pip install '.[trl]'
     python experiments/benchmarks/trl_side_by_side.py [--steps 100] [--threads 2] [--json]
 
 Both train on `running-sum` (six digits, 16 prompts x 8 rollouts, at most 32 tokens) from a policy taught by
