@@ -16,19 +16,18 @@ from aggcli.layout.schedule import Layout
 from aggcli.layout.steps import Part, layouts_of, need_whole_groups
 from aggcli.measurement.local import is_correct
 from aggcli.objective.weights import need_groups
-from aggcli.policy.groups import SMALL_WIDTH
-from aggcli.policy.sampling import sample, uniforms
-from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, shapes, stacked
+from aggcli.policy.protocol import Noise, Policy, Start
+from aggcli.policy.stacked import SmallStart
+from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, shapes
 from aggcli.policy.warm_start import default_policy, load_policy, starting_policy
 from aggcli.rollouts.sources import open_source
 from aggcli.rules import Rule
-from aggcli.tasks import Task, make_task
+from aggcli.tasks import SmallTask, Task, make_task
 from aggcli.team import can_fork
-from aggcli.training.forward import make_forward
 from aggcli.training.loop import Trainer
 from aggcli.training.recorded import Recorded, RecordedSampler, prepared, supervised
 from aggcli.training.report import Reporter
-from aggcli.training.rollout import Sampler, StepSource
+from aggcli.training.rollout import Sampler, StepSource, stacked_prompts
 from aggcli.training.rows import layout_in_force, optimizer_step_positions
 from aggcli.training.stack import RunSpec
 from aggcli.training.step import stack_weights
@@ -48,8 +47,7 @@ class Setup:
     config: RunConfig
     task: Task | None
     """None when training on recorded rollouts."""
-    policy: PolicyConfig
-    initial: Parameters
+    start: Start
     response_limit: int
     device: torch.device
     recorded: Recorded | None = None
@@ -73,7 +71,7 @@ def device_of(config: RunConfig) -> torch.device:
     return device
 
 
-def task_of(training: TrainingConfig) -> Task:
+def task_of(training: TrainingConfig) -> SmallTask:
     """The task that the settings name. Raises `SettingError` for one that does not exist or lacks a setting."""
     return make_task(training.task, **({} if training.task_digits is None else {"digits": training.task_digits}))
 
@@ -91,7 +89,8 @@ def set_up(config: RunConfig) -> Setup:
     )
     _need_room(training.overlong_buffer, limit)
     initial = _initial(task, policy, training.warm_start)
-    return Setup(config, task, policy, _placed(initial, config, device), limit, device)
+    start = SmallStart(policy, _placed(initial, config, device), config, task.prompt_length)
+    return Setup(config, task, start, limit, device)
 
 
 def _set_up_recorded(config: RunConfig) -> Setup:
@@ -109,7 +108,8 @@ def _set_up_recorded(config: RunConfig) -> Setup:
     shorter = dataclasses.replace(training, steps=min(training.steps, len(recorded.batches)))
     config = dataclasses.replace(config, training=shorter)
     limit = config.max_response_length or longest
-    return Setup(config, None, policy, _placed(initial, config, device), limit, device, recorded)
+    start = SmallStart(policy, _placed(initial, config, device), config, None)
+    return Setup(config, None, start, limit, device, recorded)
 
 
 def need_whole_groups_in(recorded: Recorded, global_batch_size: int | None, rule: Rule) -> None:
@@ -132,7 +132,7 @@ def _need_room(buffer: int, limit: int) -> None:
         )
 
 
-def _initial(task: Task, policy: PolicyConfig, path: str | None) -> Parameters:
+def _initial(task: SmallTask, policy: PolicyConfig, path: str | None) -> Parameters:
     """The warm start: the user's own file, or the task's."""
     if path is None:
         return starting_policy(task, policy)
@@ -156,7 +156,7 @@ def runs_of(config: RunConfig, rules: Sequence[Rule], seeds: Sequence[int], resp
 def processes_of(setup: Setup, runs: int, world: World, before: int | None = None) -> int:
     """How many processes share the runs, where policies are small, on CPU and not on ranks: those asked for, else as many as
     `before` (a resumed stack goes on to the bit only on as many), else one a core."""
-    if world.group is not None or setup.device.type != "cpu" or setup.policy.width >= SMALL_WIDTH or not can_fork():
+    if world.group is not None or not setup.start.is_small or not can_fork():
         return 1
     return min(setup.config.training.processes or before or torch.get_num_threads(), runs)
 
@@ -168,12 +168,11 @@ def trainer_of(setup: Setup, runs: Sequence[RunSpec], world: World) -> Trainer:
     if setup.recorded is not None:
         sampler: StepSource = RecordedSampler(setup.recorded)
     else:
-        sampler = Sampler(_task(setup), setup.policy, config, setup.response_limit, world)
-    prompt_length = None if setup.task is None else setup.task.prompt_length
-    forward = make_forward(setup.policy, prompt_length, config, layout.cp, world)
+        sampler = Sampler(_task(setup), config, setup.response_limit, world)
+    policy = setup.start.stack([run.lr for run in runs], world)
     others = checked_layouts(config, layout)
     reporter = Reporter(config, _as_listed(layout, config), others, setup.response_limit, world)
-    return Trainer(runs, setup.initial, config, sampler, forward, layout, reporter, world)
+    return Trainer(runs, policy, config, sampler, layout, reporter, world)
 
 
 def _task(setup: Setup) -> Task:
@@ -216,27 +215,24 @@ class Evaluation:
     response_length_std: float
 
 
-def evaluate(setup: Setup, parameters: Parameters, seeds: Sequence[int], prompts: int = EVALUATION_PROMPTS) -> list[Evaluation]:
-    """Evaluate every run of stacked parameters on `prompts` fresh prompts of its seed."""
+def evaluate(setup: Setup, policy: Policy, seeds: Sequence[int], prompts: int = EVALUATION_PROMPTS) -> list[Evaluation]:
+    """Evaluate every run of a policy on `prompts` fresh prompts of its seed."""
     task = _task(setup)
     distinct = list(dict.fromkeys(seeds))
     row_R = torch.tensor([distinct.index(seed) for seed in seeds])
     drawn = [task.prompts(seed, EVALUATION_STEP, prompts) for seed in distinct]
-    prompts_RPL = torch.stack([one.tokens_SL for one in drawn])[row_R].to(setup.device)
-    noise = [uniforms(seed, EVALUATION_STEP, 0, prompts, setup.response_limit) for seed in distinct]
-    sampled = sample(
-        parameters,
-        setup.policy,
-        prompts_RPL,
-        torch.stack(noise)[row_R].to(setup.device),
+    asked = stacked_prompts(drawn, task.pad_id)
+    sampled = policy.sample(
+        asked.tokens_SL[row_R],
+        asked.length_S[row_R],
+        Noise(tuple(seeds), EVALUATION_STEP, 0, prompts),
+        setup.response_limit,
         end_id=task.end_id,
         pad_id=task.pad_id,
-        temperature=setup.config.training.temperature,
     )
-    answer_RP = torch.stack([one.answer_S for one in drawn])[row_R]
-    length_RB = sampled.length_RB.cpu()
-    reward_RB, _ = task.verify(answer_RP, sampled.tokens_RBL.cpu(), length_RB)
-    correct_RB = is_correct(reward_RB, setup.config.correct_threshold)
+    length_RB = sampled.length_RB
+    found = task.verify(asked.answer_S[row_R], sampled.tokens_RBL, length_RB)
+    correct_RB = is_correct(found.reward, setup.config.correct_threshold)
     return [_evaluation(correct_B, length_B.double()) for correct_B, length_B in zip(correct_RB, length_RB, strict=True)]
 
 
@@ -265,10 +261,11 @@ class Gap:
 
 def predicted_gap(setup: Setup, rules: Sequence[Rule], seed: int) -> Gap:
     """How far apart the modes are before training, on the first rollout step of one seed."""
-    (start,) = evaluate(setup, stacked(setup.initial, 1), [seed])
+    policy = setup.start.stack([0.0], ALONE)
+    (start,) = evaluate(setup, policy, [seed])
     runs = runs_of(setup.config, rules, [seed], setup.response_limit)
-    sampler = Sampler(_task(setup), setup.policy, setup.config, setup.response_limit, ALONE)
-    batch = sampler.step(runs[:1], stacked(setup.initial, 1), 0).batch
+    sampler = Sampler(_task(setup), setup.config, setup.response_limit, ALONE)
+    batch = sampler.step(runs[:1], policy, 0).batch
     if not batch.num_samples:
         return Gap(start, {})
     longest_S = batch.response_length_S.argsort(descending=True, stable=True)[: max(batch.num_samples // 4, 1)]

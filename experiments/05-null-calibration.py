@@ -107,7 +107,7 @@ def record(folder: Path, runs: int, settings: Mapping[str, Any], say: Any = lamb
                     for report in reports:
                         head = {"step": number, "rollout_step": done.step, "mode": report.run.mode, "seed": report.run.seed}
                         writers[report.run.name].step({**head, **report.values}, [])
-            ends = grid.evaluate(setup, trainer.weights.parameters, [run.seed for run in stack])
+            ends = grid.evaluate(setup, trainer.policy, [run.seed for run in stack])
             for run, found in zip(stack, ends, strict=True):
                 writers[run.name].manifest["evaluation"] = dataclasses.asdict(found)
         say(f"{at + len(stack)} of {runs} runs")

@@ -8,8 +8,9 @@ import torch
 from aggcli import grid
 from aggcli.config import settings_from
 from aggcli.layout.schedule import parse_layout
+from aggcli.policy.weights import Optimizer, weights_of
 from aggcli.rules import SAMPLE_MEAN, TOKEN_MEAN
-from aggcli.training.stack import Optimizer, RunSpec, weights_of
+from aggcli.training.stack import RunSpec
 from aggcli.training.step import _loss, step_tokens
 from aggcli.world import ALONE
 from tests.fake_cuda import fake_cuda
@@ -53,5 +54,5 @@ def test_three_steps_on_cuda_end_where_the_cpu_ends() -> None:
         trainer = grid.trainer_of(setup, grid.runs_of(config, (SAMPLE_MEAN, TOKEN_MEAN), (0,), 32), ALONE)
         for _ in trainer.steps():
             pass
-        ends[device] = trainer.weights.flat_RQ.cpu()
+        ends[device] = trainer.policy.state()["parameters"].cpu()
     torch.testing.assert_close(ends["cuda"], ends["cpu"], rtol=1e-9, atol=1e-10)

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from aggcli.policy import sampling
 from aggcli.policy.log_probs import response_log_probs
-from aggcli.policy.sampling import Sampled, sample, uniforms
+from aggcli.policy.protocol import Noise, Sampled
+from aggcli.policy.sampling import sample
 from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, logits, run_of, shapes
 from tests.fake_cuda import fake_cuda
 
@@ -25,7 +26,7 @@ def prompts_of(runs: int, groups: int) -> Tensor:
 
 
 def noise_of(runs: int, rows: int) -> Tensor:
-    return torch.stack([uniforms(run, 0, 0, rows, LIMIT) for run in range(runs)])
+    return torch.stack([Noise((run,), 0, 0, rows).uniforms(LIMIT)[0] for run in range(runs)])
 
 
 def drawn(parameters: Parameters, prompts: Tensor, noise: Tensor, temperature: float = 1.0) -> Sampled:
@@ -42,11 +43,11 @@ def assert_same(one: Sampled, other: Sampled) -> None:
 
 
 def test_noise_of_a_sample_does_not_depend_on_count_first_or_length():
-    every = uniforms(3, 4, 0, 50, 32)
-    assert torch.equal(uniforms(3, 4, 20, 5, 32), every[20:25])
-    assert torch.equal(uniforms(3, 4, 0, 50, 8), every[:, :8])
-    assert not torch.equal(uniforms(3, 5, 0, 50, 32), every)
-    assert not torch.equal(uniforms(4, 4, 0, 50, 32), every)
+    every = Noise((3,), 4, 0, 50).uniforms(32)[0]
+    assert torch.equal(Noise((3,), 4, 20, 5).uniforms(32)[0], every[20:25])
+    assert torch.equal(Noise((3,), 4, 0, 50).uniforms(8)[0], every[:, :8])
+    assert not torch.equal(Noise((3,), 5, 0, 50).uniforms(32)[0], every)
+    assert not torch.equal(Noise((4,), 4, 0, 50).uniforms(32)[0], every)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -141,7 +142,7 @@ def test_a_row_does_not_depend_on_the_order_of_rows_or_on_sharing_its_prompt():
 def test_first_tokens_have_the_frequencies_of_the_softmax():
     parameters, prompts = policies(1), prompts_of(1, 1)
     chances = logits(parameters, CONFIG, prompts)[0, 0, -1].softmax(-1)
-    result = sample(parameters, CONFIG, prompts, uniforms(0, 0, 0, 20000, 1)[None], end_id=END, pad_id=PAD)
+    result = sample(parameters, CONFIG, prompts, Noise((0,), 0, 0, 20000).uniforms(1)[0][None], end_id=END, pad_id=PAD)
     counts = torch.bincount(result.tokens_RBL.flatten(), minlength=7).double()
     assert ((counts - 20000 * chances) ** 2 / (20000 * chances)).sum() < 22.5  # 6 degrees of freedom, one in a thousand
 

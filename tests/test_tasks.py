@@ -69,7 +69,7 @@ def test_a_response_is_right_when_its_last_digit_before_the_end_is_the_answer(re
     task = make_task("running-sum")
     padded = torch.tensor(ids(response, 8))
     padded[len(response) :] = torch.randint(0, 14, (8 - len(response),), generator=torch.Generator().manual_seed(0))
-    reward, correct = task.verify(torch.tensor(6), padded, torch.tensor(len(response)))
+    reward, correct, _ = task.verify(torch.tensor(6), padded, torch.tensor(len(response)))
     assert (float(reward), bool(correct)) == (float(right), right)
 
 
@@ -77,7 +77,7 @@ def test_the_verifier_keeps_any_leading_axes():
     task = make_task("running-sum")
     response_RBL = torch.tensor([[ids("1$", 4), ids("2$", 4)], [ids("3$", 4), ids("..4$", 4)]])
     length_RB = torch.tensor([[2, 2], [2, 4]])
-    reward_RB, correct_RB = task.verify(torch.tensor([[1, 9], [3, 4]]), response_RBL, length_RB)
+    reward_RB, correct_RB, _ = task.verify(torch.tensor([[1, 9], [3, 4]]), response_RBL, length_RB)
     assert correct_RB.tolist() == [[True, False], [True, True]]
     assert reward_RB.tolist() == [[1, 0], [1, 1]]
 

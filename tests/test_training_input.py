@@ -20,7 +20,7 @@ from aggcli.world import ALONE
 from tests.cli import aggcli, records, refused, strict_json
 from tests.fixtures import MODES
 from tests.speed import few
-from tests.train_worker import Trained, flags, runs_of, setup_of, train
+from tests.train_worker import Trained, flags, runs_of, setup_of, small, train
 
 FLAGS = flags(steps=2)
 
@@ -94,7 +94,7 @@ def test_steps_without_a_mixed_group_are_empty_change_nothing_and_are_said_plain
         assert (line["pg_loss"], line["entropy_loss"], line["raw_reward"]) == (None, None, None)
     setup = setup_of(n_samples_per_prompt=1, dynamic_sampling=True, weight_decay=0.5, steps=2)
     done = train(setup, runs_of(setup))
-    start_P = torch.cat([value.flatten() for value in setup.initial.values()])
+    start_P = torch.cat([value.flatten() for value in small(setup).initial.values()])
     assert torch.equal(done.flat_RQ, start_P.expand(4, -1)), "an empty step takes no optimizer step, weight decay included"
 
 
@@ -159,7 +159,7 @@ def test_a_run_that_diverges_is_dropped_by_name_and_step_and_poisons_no_other_ru
     assert 1 <= shown.count(wild) < 10, "what it did before is recorded"
     for at, run in enumerate(trainer.runs):
         alone: Trained = train(setup, [run])
-        assert (alone.flat_RQ[0] - trainer.weights.flat_RQ[at]).abs().max() < 1e-12
+        assert (alone.flat_RQ[0] - trainer.policy.state()["parameters"][at]).abs().max() < 1e-12
 
 
 def test_a_run_that_diverges_stops_with_step_and_mode_named_and_keeps_its_records(capsys, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_resumed_stack_still_knows_which_run_diverged_when_and_why(tmp_path: P
         pass
     for _ in again.steps():
         pass
-    assert torch.equal(again.weights.flat_RQ, trainer.weights.flat_RQ)
+    assert torch.equal(again.policy.state()["parameters"], trainer.policy.state()["parameters"])
 
 
 # -- recorded rollouts ----------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from aggcli import grid
-from aggcli.policy.transformer import stacked
 from aggcli.training.rollout import SampledRollouts, Sampler
 from aggcli.world import ALONE
 from tests.cli import aggcli
@@ -23,13 +22,13 @@ from tests.train_worker import flags, runs_of, setup_of, train
 def _sampler(**settings: Any) -> tuple[Sampler, grid.Setup]:
     setup = setup_of(**settings)
     assert setup.task is not None
-    return Sampler(setup.task, setup.policy, setup.config, setup.response_limit, ALONE), setup
+    return Sampler(setup.task, setup.config, setup.response_limit, ALONE), setup
 
 
 def _rollouts(seeds: tuple[int, ...] = (0,), step: int = 0, **settings: Any) -> SampledRollouts:
     sampler, setup = _sampler(**settings)
     runs = runs_of(setup, ("sample_mean",), seeds)
-    return sampler.step(runs, stacked(setup.initial, len(runs)), step)
+    return sampler.step(runs, setup.start.stack([run.lr for run in runs], ALONE), step)
 
 
 def _rewards(rollouts: SampledRollouts) -> list[list[float]]:

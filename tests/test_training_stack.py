@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from aggcli.policy.sampling import uniforms
-from aggcli.policy.transformer import stacked
-from aggcli.training import step
+from aggcli.policy import stacked
+from aggcli.policy.protocol import Noise
 from aggcli.training.rollout import SampledRollouts, Sampler
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE
@@ -60,7 +59,7 @@ def test_the_runs_of_the_stack_end_in_eight_different_places(together: Trained) 
 def test_groups_of_runs_compute_what_one_group_computes(together: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stack of eight is two groups of four; here it is one of eight, and then groups of three, three and two."""
     for most in (8, 3):
-        monkeypatch.setattr(step, "RUNS_AT_ONCE", most)
+        monkeypatch.setattr(stacked, "RUNS_AT_ONCE", most)
         other = train(SETUP, _eight())
         assert (other.flat_RQ - together.flat_RQ).abs().max() < 1e-10
         for run in other.trainer.runs:
@@ -69,8 +68,8 @@ def test_groups_of_runs_compute_what_one_group_computes(together: Trained, monke
 
 def _rollouts(runs: list[RunSpec], step: int = 0, **settings: object) -> SampledRollouts:
     setup = setup_of(**settings)
-    sampler = Sampler(setup.task, setup.policy, setup.config, setup.response_limit, ALONE)  # pyright: ignore[reportArgumentType]
-    return sampler.step(runs, stacked(setup.initial, len(runs)), step)
+    sampler = Sampler(setup.task, setup.config, setup.response_limit, ALONE)  # pyright: ignore[reportArgumentType]
+    return sampler.step(runs, setup.start.stack([run.lr for run in runs], ALONE), step)
 
 
 def test_the_first_step_of_a_seed_has_the_same_rollouts_in_every_mode_and_other_ones_in_another_seed() -> None:
@@ -82,11 +81,11 @@ def test_the_first_step_of_a_seed_has_the_same_rollouts_in_every_mode_and_other_
 
 
 def test_noise_belongs_to_the_sample_not_to_the_number_of_samples_drawn_beside_it() -> None:
-    few, many = uniforms(3, 5, 0, 4, 8), uniforms(3, 5, 0, 9, 20)
+    few, many = Noise((3,), 5, 0, 4).uniforms(8)[0], Noise((3,), 5, 0, 9).uniforms(20)[0]
     assert torch.equal(many[:4, :8], few)
-    assert torch.equal(uniforms(3, 5, 6, 3, 20), many[6:])
-    assert not torch.equal(uniforms(3, 6, 0, 4, 8), few)
-    assert not torch.equal(uniforms(4, 5, 0, 4, 8), few)
+    assert torch.equal(Noise((3,), 5, 6, 3).uniforms(20)[0], many[6:])
+    assert not torch.equal(Noise((3,), 6, 0, 4).uniforms(8)[0], few)
+    assert not torch.equal(Noise((4,), 5, 0, 4).uniforms(8)[0], few)
 
 
 def test_a_refill_goes_on_where_the_round_before_stopped() -> None:

@@ -45,7 +45,7 @@ def _watched(setup: grid.Setup, modes: tuple[str, ...]) -> Watched:
     update, measure = trainer._update, trainer.reporter.step
 
     def noted_update(step: RolloutBatch, tokens_SL: Tensor, *rest: Any) -> list[RunReport]:
-        watched.before.append(trainer.weights.flat_RQ.clone())
+        watched.before.append(trainer.policy.state()["parameters"].clone())
         watched.tokens.append(tokens_SL)
         return update(step, tokens_SL, *rest)
 
@@ -80,15 +80,18 @@ def test_eight_of_sixteen_rollouts_twice_over_are_four_optimizer_steps_a_rollout
 def _log_probs(setup_of_trainer: Trainer, flat_RQ: Tensor, step: RolloutBatch, tokens_SL: Tensor) -> Tensor:
     """Log-probabilities of the response tokens under given numbers, run by run, by a naive forward; [T]."""
     sampler: Any = setup_of_trainer.sampler
+    policy: Any = setup_of_trainer.policy
     found = []
     for run in range(flat_RQ.shape[0]):
         parameters, start = {}, 0
-        for name, value in setup_of_trainer.reference.items():
+        for name, value in policy.start.initial.items():
             parameters[name] = flat_RQ[run, start : start + value.numel()].view(value.shape)
             start += value.numel()
         mine_S = step.run_S == run
         length_S, rows_SL = step.response_length_S[mine_S], tokens_SL[mine_S]
-        all_SCV = logits(parameters, sampler.policy, rows_SL[None])[0, :, sampler.task.prompt_length - 1 : -1].log_softmax(-1)
+        all_SCV = logits(parameters, policy.start.shape, rows_SL[None])[0, :, sampler.task.prompt_length - 1 : -1].log_softmax(
+            -1
+        )
         real_SC = torch.arange(all_SCV.shape[1]) < length_S[:, None]
         found.append(all_SCV.gather(2, rows_SL[:, sampler.task.prompt_length :, None])[..., 0][real_SC])
     return torch.cat(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,30 +13,33 @@ from torch import Tensor
 from aggcli import grid
 from aggcli.config import settings_from
 from aggcli.layout.schedule import parse_layout
-from aggcli.policy.transformer import Parameters, logits, stacked
+from aggcli.policy.protocol import Policy
+from aggcli.policy.transformer import Parameters, logits
+from aggcli.policy.weights import Optimizer
 from aggcli.training.report import Reporter
 from aggcli.training.rollout import SampledRollouts
-from aggcli.training.stack import Optimizer, RunSpec
+from aggcli.training.stack import RunSpec
 from aggcli.training.step import step_gradient, step_tokens
 from aggcli.world import ALONE
 from tests import closed_form
 from tests.fixtures import MODES, batch_of
 from tests.speed import few
-from tests.train_worker import runs_of, setup_of, train
+from tests.train_worker import runs_of, setup_of, small, train
 
 DATA = Path(__file__).parent / "data"
 UPDATES = {"steps": 1, "num_iterations": 3, "lr": 3e-3, "layout_records": False}
 
 
 def _rollouts(setup: grid.Setup, run: RunSpec) -> SampledRollouts:
-    return grid.trainer_of(setup, [run], ALONE).sampler.step([run], stacked(setup.initial, 1), 0)
+    return grid.trainer_of(setup, [run], ALONE).sampler.step([run], setup.start.stack([run.lr], ALONE), 0)
 
 
 def _all_log_probs(setup: grid.Setup, parameters: Parameters, tokens_SL: Tensor) -> Tensor:
     """Log-probability of every vocabulary entry at every response place of padded rows, [S, C, V]."""
     assert setup.task is not None
-    first = setup.task.prompt_length
-    return torch.log_softmax(logits(parameters, setup.policy, tokens_SL[None])[0, :, first - 1 : -1], -1)
+    first = small(setup).prompt_length
+    assert first is not None
+    return torch.log_softmax(logits(parameters, small(setup).shape, tokens_SL[None])[0, :, first - 1 : -1], -1)
 
 
 def _flat(rows: list[list[float]]) -> Tensor:
@@ -55,11 +58,11 @@ def _by_hand(setup: grid.Setup, run: RunSpec, make: Any, warm_up: int = 0, clip:
     metric_T = _flat(closed_form.weights(samples, metric))
     advantage_T = rollouts.batch.advantages_T
     assert advantage_T is not None
-    target_SC1 = rollouts.tokens_SL[:, setup.task.prompt_length :, None]
-    leaves = {name: value.clone().requires_grad_() for name, value in setup.initial.items()}
+    target_SC1 = rollouts.tokens_SL[:, small(setup).prompt_length :, None]
+    leaves = {name: value.clone().requires_grad_() for name, value in small(setup).initial.items()}
     optimizer = make(list(leaves.values()))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min((k + 1) / warm_up, 1.0) if warm_up else 1.0)
-    start_T = _all_log_probs(setup, setup.initial, rollouts.tokens_SL).gather(2, target_SC1)[..., 0][real_SC]
+    start_T = _all_log_probs(setup, small(setup).initial, rollouts.tokens_SL).gather(2, target_SC1)[..., 0][real_SC]
     for _ in range(setup.config.training.num_iterations):
         log_probs_SCV = _all_log_probs(setup, leaves, rollouts.tokens_SL)
         new_T = log_probs_SCV.gather(2, target_SC1)[..., 0][real_SC]
@@ -84,7 +87,7 @@ def _trained(setup: grid.Setup, run: RunSpec) -> Tensor:
 
 
 def _moved(setup: grid.Setup, flat_P: Tensor) -> float:
-    return float((flat_P - torch.cat([value.flatten() for value in setup.initial.values()])).abs().max())
+    return float((flat_P - torch.cat([value.flatten() for value in small(setup).initial.values()])).abs().max())
 
 
 def _sgd(**options: Any) -> Any:
@@ -189,6 +192,28 @@ PRESETS = [
 OF_PRESET = {"trl:grpo": "sample_mean", "trl:dr_grpo": "constant", "trl:dapo": "token_mean"}
 
 
+class _Table:
+    """A policy of one run whose parameters are the log-probabilities themselves; a row's first token is its number."""
+
+    device, runs = torch.device("cpu"), slice(0, 1)
+
+    def __init__(self, table_1SC: Tensor) -> None:
+        self.table_1SC = table_1SC
+
+    def passes(self) -> list[_Table]:
+        return [self]
+
+    def no_gradient(self) -> Tensor:
+        return torch.zeros(1, self.table_1SC.numel(), dtype=torch.float64)
+
+    def log_probs(self, tokens_RBL: Tensor, prompt_RB: Tensor, length_RB: Tensor) -> Any:
+        found_1BC = self.table_1SC[:, tokens_RBL[0, :, 0], : max(int(length_RB.max()), 1)]
+        return found_1BC, torch.zeros_like(found_1BC), None
+
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor) -> None:
+        gradient_RQ += torch.autograd.grad(loss, self.table_1SC)[0].flatten(1)
+
+
 def _step(mode: str, divisor: float | None, scale: str, split: list[list[list[int]]]) -> tuple[float, list[list[float]]]:
     """pg_loss and d pg_loss / d log_probs of the golden fixture by the training step; the "policy" is a table of numbers."""
     fixture = GOLDEN["fixture"]
@@ -209,16 +234,12 @@ def _step(mode: str, divisor: float | None, scale: str, split: list[list[list[in
         table_1SC[0, at, : sample["response_length"]] = torch.tensor(sample["log_probs"], dtype=torch.float64)
     leaf = table_1SC.requires_grad_()
 
-    def forward(parameters: Parameters, tokens_RBL: Tensor, prompt_RB: Tensor, length_RB: Tensor) -> Any:
-        found_1BC = parameters["head"][:, tokens_RBL[0, :, 0], : max(int(length_RB.max()), 1)]
-        return found_1BC, torch.zeros_like(found_1BC), None
-
     tokens = step_tokens(step, [run], parse_layout("dp1"), torch.float64)
     assert step.old_log_probs_T is not None
     tokens = type(tokens)(**{**vars(tokens), "old_log_probs_T": step.old_log_probs_T.double()})
     rows = [torch.tensor([part]) for rank in split for part in rank]
     number_SL = torch.arange(len(samples))[:, None].expand(-1, int(step.total_length_S.max()))
-    found = step_gradient(forward, {"head": leaf}, rows, step, number_SL, tokens, config.objective, ALONE)
+    found = step_gradient(cast(Policy, _Table(leaf)), rows, step, number_SL, tokens, config.objective, ALONE)
     reporter = Reporter(config, parse_layout("dp1"), (), 64, ALONE)
     (report,) = reporter.step(0, {0: run}, step, tokens, found, [{}], [{}], is_checked=False)
     gradient_SC = found.gradient_RQ.view(len(samples), longest)
@@ -249,13 +270,12 @@ def test_a_rank_without_rows_adds_nothing_to_the_gradient() -> None:
     """More ranks than samples leave ranks idle; what memory held before must not cross to the others."""
     setup = setup_of()
     trainer = grid.trainer_of(setup, runs_of(setup), ALONE)
-    rollouts = trainer.sampler.step(trainer.runs, trainer.weights.parameters, 0)
+    rollouts = trainer.sampler.step(trainer.runs, trainer.policy, 0)
     given = step_tokens(rollouts.batch, trainer.runs, trainer.layout, torch.float64)
-    used = torch.full_like(trainer.weights.flat_RQ, 7.0)
+    used = torch.full_like(trainer.policy.state()["parameters"], 7.0)
     del used  # an empty tensor of this size would now hold sevens
     found = step_gradient(
-        trainer.forward,
-        trainer.weights.parameters,
+        trainer.policy,
         [],
         rollouts.batch,
         rollouts.tokens_SL,
@@ -263,5 +283,5 @@ def test_a_rank_without_rows_adds_nothing_to_the_gradient() -> None:
         setup.config.objective,
         ALONE,
     )
-    assert found.gradient_RQ.shape == trainer.weights.flat_RQ.shape
+    assert found.gradient_RQ.shape == trainer.policy.state()["parameters"].shape
     assert not found.gradient_RQ.any()

@@ -11,7 +11,8 @@ import torch
 from aggcli.errors import SettingError
 from aggcli.policy import warm_start as warm
 from aggcli.policy.log_probs import response_log_probs
-from aggcli.policy.sampling import sample, uniforms
+from aggcli.policy.protocol import Noise
+from aggcli.policy.sampling import sample
 from aggcli.policy.transformer import PolicyConfig, initial_parameters
 from aggcli.tasks import make_task
 
@@ -24,9 +25,14 @@ def test_the_shipped_policy_is_right_about_half_of_the_time(name: str):
     assert about["settings"] == warm.settings_of(task, config)
     prompts = task.prompts(0, 0, 512)
     result = sample(
-        parameters, config, prompts.tokens_SL[None], uniforms(0, 0, 0, 512, 32)[None], end_id=task.end_id, pad_id=task.pad_id
+        parameters,
+        config,
+        prompts.tokens_SL[None],
+        Noise((0,), 0, 0, 512).uniforms(32)[0][None],
+        end_id=task.end_id,
+        pad_id=task.pad_id,
     )
-    reward, _ = task.verify(prompts.answer_S[None], result.tokens_RBL, result.length_RB)
+    reward, *_ = task.verify(prompts.answer_S[None], result.tokens_RBL, result.length_RB)
     assert float(reward.mean()) == pytest.approx(0.5, abs=0.09)
     assert int(result.truncated_RB.sum()) <= 5
     assert float(result.length_RB.double().mean()) == pytest.approx({"running-sum": 8.5, "control": 12.3}[name], abs=0.9)

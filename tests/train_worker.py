@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aggcli import grid
 from aggcli.config import settings_from
+from aggcli.policy.stacked import SmallStart
 from aggcli.training.loop import Trainer
 from aggcli.training.report import RunReport
 from aggcli.training.stack import RunSpec
@@ -77,6 +78,12 @@ def setup_of(**settings: Any) -> grid.Setup:
     return grid.set_up(settings_from({**SMALL, **settings}))
 
 
+def small(setup: grid.Setup) -> SmallStart:
+    """Where the small policies of a setup begin."""
+    assert isinstance(setup.start, SmallStart)
+    return setup.start
+
+
 def runs_of(setup: grid.Setup, modes: Sequence[str] = MODES, seeds: Sequence[int] = (0,)) -> list[RunSpec]:
     return grid.runs_of(setup.config, rules_named(modes, setup.config.objective), seeds, setup.response_limit)
 
@@ -89,7 +96,7 @@ def train(setup: grid.Setup, runs: Sequence[RunSpec], world: World = ALONE) -> T
         for _, of_step in step.optimizer_steps:
             for report in of_step:
                 reports[report.run.name].append(report)
-    return Trained(trainer, trainer.weights.flat_RQ, reports)
+    return Trained(trainer, trainer.policy.state()["parameters"], reports)
 
 
 def largest_difference(a: Sequence[Mapping[str, float | None]], b: Sequence[Mapping[str, float | None]]) -> float:
@@ -137,7 +144,8 @@ def main(output: Path) -> None:
 
 def _against(done: Trained, base: Trained) -> dict[str, Any]:
     """How far each mode's parameters are from those of one rank, and how far those are from where they began."""
-    start_P = torch.cat([value.flatten() for value in done.trainer.reference.values()])
+    policy: Any = done.trainer.policy
+    start_P = torch.cat([value.flatten() for value in policy.start.initial.values()])
     return {
         "parameters": dict(zip(MODES, (done.flat_RQ - base.flat_RQ).abs().amax(1).tolist(), strict=True)),
         "moved": (base.flat_RQ - start_P).abs().amax(1).min().item(),

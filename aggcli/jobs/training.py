@@ -203,7 +203,6 @@ def train(request: TrainingRequest, world: World | None = None) -> TrainingResul
 
 def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
     from aggcli import grid
-    from aggcli.policy.groups import threads_for
     from aggcli.team import together
     from aggcli.training.checkpoint import load, need_fit
 
@@ -230,7 +229,7 @@ def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
         return _share(request, setup, mine, trainer, stack, Place(world, team))
 
     before: float | None = None
-    with threads_for(setup.policy.width):
+    with setup.start.threads():
         if request.config.training.match == "grad-norm":
             runs = grid.matched_rates(setup, runs, world)
         if world.is_root:
@@ -286,7 +285,7 @@ def _share(
     with stack.writers(runs, place.world) as writers:
         share = _loop(trainer, writers, stack, request, place)
         if setup.task is not None and trainer.runs:
-            final = grid.evaluate(setup, trainer.weights.parameters, [run.seed for run in trainer.runs])
+            final = grid.evaluate(setup, trainer.policy, [run.seed for run in trainer.runs])
             share.final = {run.name: dataclasses.asdict(found) for run, found in zip(trainer.runs, final, strict=True)}
         for name in share.final.keys() & writers.keys():
             writers[name].manifest["evaluation"] = share.final[name]

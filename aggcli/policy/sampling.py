@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from aggcli.policy.groups import groups_of, threads_for
 from aggcli.policy.kernels import SMALLEST_NORM
+from aggcli.policy.protocol import Sampled
 from aggcli.policy.transformer import (
     BLOCK_WEIGHTS,
     Parameters,
@@ -27,7 +28,6 @@ from aggcli.policy.transformer import (
     embedded,
     run_of,
 )
-from aggcli.tasks.chance import SAMPLING, uniform
 
 RUNS_AT_ONCE = 8
 """Runs of one decoding loop: enough that the work outweighs the calls, few enough for a core's cache."""
@@ -38,25 +38,6 @@ CHECK_EVERY = {"cpu": 1}
 their prefixes, with fewer each has its own from its first token on."""
 OTHER_DEVICES = 8
 """`CHECK_EVERY` on a device that is not in it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Sampled:
-    """Responses, right-padded to the longest: `tokens_RBL` ids (`pad_id` after the end), `length_RB` with the end token,
-    `log_probs_RBL` in nats at the sampling temperature (0 after the end), `truncated_RB` true where no end token came."""
-
-    tokens_RBL: Tensor
-    length_RB: Tensor
-    log_probs_RBL: Tensor
-    truncated_RB: Tensor
-
-
-def uniforms(seed: int, step: int, first: int, count: int, length: int) -> Tensor:
-    """The noise of samples `first` to `first + count - 1` of a step: float64 [count, length], in [0, 1), on the CPU.
-
-    Sample i's row depends on (seed, step, i) alone, and a longer `length` only appends.
-    """
-    return uniform(seed, SAMPLING, step, torch.arange(first, first + count), length)
 
 
 def sample(

@@ -34,7 +34,7 @@ from aggcli.policy.groups import one_thread
 from aggcli.policy.log_probs import packed_log_probs
 from aggcli.policy.packing import pack
 from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, shapes
-from aggcli.tasks import TASKS, Task, make_task
+from aggcli.tasks import TASKS, SmallTask, make_task
 
 SHIPPED = Path(__file__).parent.parent / "data" / "warm_start"
 STEPS, BATCH, SEED = 500, 128, 0
@@ -46,14 +46,14 @@ LENGTH_STEP = 64
 """Policies hold a multiple of this many tokens, so that most response limits share one warm start."""
 
 
-def default_policy(task: Task, max_response_length: int) -> PolicyConfig:
+def default_policy(task: SmallTask, max_response_length: int) -> PolicyConfig:
     """The small policy for a task and a response limit: 2 layers of width 64, about 100 thousand parameters."""
     longest = task.prompt_length + max_response_length
     return PolicyConfig(len(task.vocabulary), max_length=-(-longest // LENGTH_STEP) * LENGTH_STEP)
 
 
 @one_thread()
-def warm_start(task: Task, config: PolicyConfig, steps: int = STEPS, batch: int = BATCH, seed: int = SEED) -> Parameters:
+def warm_start(task: SmallTask, config: PolicyConfig, steps: int = STEPS, batch: int = BATCH, seed: int = SEED) -> Parameters:
     """Teach a new policy of one run (R = 1, float32, CPU) on `steps` batches of demonstrations. Deterministic.
 
     AdamW on the mean negative log-likelihood of the response tokens; the learning rate rises for `WARM_UP` steps and then
@@ -95,7 +95,7 @@ def check_fits(config: PolicyConfig, longest: int, task: str) -> None:
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
-def starting_policy(task: Task, config: PolicyConfig) -> Parameters:
+def starting_policy(task: SmallTask, config: PolicyConfig) -> Parameters:
     """The warm start of this task and policy (R = 1, float32, CPU): shipped, cached, or made now and cached."""
     settings = settings_of(task, config)
     cached = cache_folder() / f"{key_of(settings)}.safetensors"
@@ -110,7 +110,7 @@ def starting_policy(task: Task, config: PolicyConfig) -> Parameters:
 
 
 def settings_of(
-    task: Task, config: PolicyConfig, steps: int = STEPS, batch: int = BATCH, seed: int = SEED
+    task: SmallTask, config: PolicyConfig, steps: int = STEPS, batch: int = BATCH, seed: int = SEED
 ) -> dict[str, object]:
     """Everything that a warm start depends on, as JSON values."""
     return {
@@ -136,7 +136,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aggcli"
 
 
-def file_name(task: Task) -> str:
+def file_name(task: SmallTask) -> str:
     """`running-sum-6.safetensors`: the task and its settings."""
     return "-".join([task.name, *(str(value) for value in task.settings.values())]) + ".safetensors"
 
@@ -175,7 +175,7 @@ def load_matching(path: Path, settings: dict[str, object]) -> Parameters | None:
     return parameters if about["settings"] == settings and found == expected else None
 
 
-def command_of(task: Task, config: PolicyConfig, output: str) -> str:
+def command_of(task: SmallTask, config: PolicyConfig, output: str) -> str:
     """The shell command that makes this warm start again."""
     words = ["python", "-m", "aggcli.policy.warm_start", "--task", task.name]
     for name, value in task.settings.items():

@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 from aggcli.errors import SettingError, nearest
 from aggcli.tasks.control import Control
-from aggcli.tasks.protocol import Prompts, Task
+from aggcli.tasks.protocol import Prompts, SmallTask, Task, Verdict
 from aggcli.tasks.running_sum import RunningSum
 
-__all__ = ["TASKS", "Prompts", "Task", "make_task"]
+__all__ = ["TASKS", "Prompts", "SmallTask", "Task", "Verdict", "make_task"]
 
-TASKS: dict[str, Callable[..., Task]] = {"running-sum": RunningSum, "control": Control}
+TASKS: dict[str, Callable[..., SmallTask]] = {"running-sum": RunningSum, "control": Control}
 """Every task in the box; call one with its settings."""
 
 
-def make_task(name: str, **settings: object) -> Task:
+def make_task(name: str, **settings: object) -> SmallTask:
     """The task called `name`; raises `SettingError` for a name or a setting that does not exist."""
     if name not in TASKS:
         raise SettingError(f"unknown task '{name}'{nearest(name, TASKS)}")

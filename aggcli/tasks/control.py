@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from aggcli.tasks import protocol
 from aggcli.tasks.chance import PROMPTS, uniform
-from aggcli.tasks.protocol import END, EQUALS, FILLER, PAD, VOCABULARY, Prompts, draw_digits
+from aggcli.tasks.protocol import END, EQUALS, FILLER, PAD, VOCABULARY, Prompts, Verdict, draw_digits, even_prompts
 
 MOST_FILLER = 20
 DIGITS = 2
@@ -24,6 +24,7 @@ class Control:
     name = "control"
     vocabulary = VOCABULARY
     end_id, pad_id = END, PAD
+    can_fail = False
     prompt_length = DIGITS + 1
     default_max_response_length = 32
 
@@ -35,14 +36,14 @@ class Control:
         """See `Task.prompts`."""
         index_S = torch.arange(first, first + count)
         digits_SK = (uniform(seed, PROMPTS, step, index_S, DIGITS) * 10).long()
-        return Prompts(_with_equals(digits_SK), digits_SK.sum(-1) % 10)
+        return even_prompts(_with_equals(digits_SK), digits_SK.sum(-1) % 10)
 
-    def verify(self, answer: Tensor, response: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    def verify(self, answer: Tensor, response: Tensor, length: Tensor) -> Verdict:
         """See `Task.verify`."""
         return protocol.verify_last_digit(answer, response, length)
 
     def text(self, tokens: Tensor) -> str:
-        """See `Task.text`."""
+        """See `SmallTask.text`."""
         return protocol.as_text(tokens)
 
     def demonstrations(self, generator: Generator, count: int) -> tuple[Tensor, int, Tensor]:

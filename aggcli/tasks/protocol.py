@@ -1,9 +1,9 @@
-"""What a task is: prompts from a seed, a verifier, and demonstrations to warm-start a policy on."""
+"""What a task is: prompts from a seed, and a verifier; for the small policy also demonstrations to start it on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -16,34 +16,52 @@ EQUALS, FILLER, END, PAD = 10, 11, 12, 13
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """`tokens_SL` int64 ids, `answer_S` int64 the right digit of each."""
+    """`tokens_SL` int64 ids, right-padded, of which `length_S` are each prompt's; `answer_S` int64 what the task knows each
+    prompt by when it judges a response: the right answer, or the number of the question."""
 
     tokens_SL: Tensor
+    length_S: Tensor
     answer_S: Tensor
 
 
+class Verdict(NamedTuple):
+    """What a task says of responses, each [...]: `reward` float64, `correct` bool, and `failed` bool where its checker raised
+    an exception, which counts as a reward of 0."""
+
+    reward: Tensor
+    correct: Tensor
+    failed: Tensor
+
+
 class Task(Protocol):
-    """A checkable task; token ids are positions in `vocabulary`."""
+    """A checkable task, in the token ids of the policy that it is given to."""
 
     name: str
-    vocabulary: tuple[str, ...]
     end_id: int
     pad_id: int
-    prompt_length: int
-    """Tokens of every prompt."""
     default_max_response_length: int
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """What `make_task` needs besides the name to build this task again."""
-        ...
+    can_fail: bool
+    """Whether its checker can raise an exception."""
 
     def prompts(self, seed: int, step: int, count: int, first: int = 0) -> Prompts:
         """Prompts `first` to `first + count - 1` of a step; prompt i depends on (seed, step, i) alone."""
         ...
 
-    def verify(self, answer: Tensor, response: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Reward (float64) and correctness (bool), each [...], of responses [..., L] of `length` tokens [...]."""
+    def verify(self, answer: Tensor, response: Tensor, length: Tensor) -> Verdict:
+        """The verdict on responses [..., L] of `length` tokens [...] to prompts of these `answer`s [...]."""
+        ...
+
+
+class SmallTask(Task, Protocol):
+    """A task for the small policy: token ids are positions in `vocabulary`."""
+
+    vocabulary: tuple[str, ...]
+    prompt_length: int
+    """Tokens of every prompt."""
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What `make_task` needs besides the name to build this task again."""
         ...
 
     def demonstrations(self, generator: Generator, count: int) -> tuple[Tensor, int, Tensor]:
@@ -55,11 +73,11 @@ class Task(Protocol):
         ...
 
 
-def verify_last_digit(answer: Tensor, response: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+def verify_last_digit(answer: Tensor, response: Tensor, length: Tensor) -> Verdict:
     """A response is right when it ends with the end token and its last digit before that is `answer`.
 
-    `response` [..., L] ids, `length` [...] tokens with the end token, `answer` [...] digits. Returns reward (1 or 0,
-    float64) and correctness (bool). A response without an end token was cut off, and is wrong.
+    `response` [..., L] ids, `length` [...] tokens with the end token, `answer` [...] digits. The reward is 1
+    or 0. A response without an end token was cut off, and is wrong.
     """
     L = response.shape[-1]
     at_L = torch.arange(L, device=response.device)
@@ -69,7 +87,12 @@ def verify_last_digit(answer: Tensor, response: Tensor, length: Tensor) -> tuple
     place = torch.where(digit_before_end, at_L, -1).amax(-1)
     digit = response.gather(-1, place.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     correct = ended & (place >= 0) & (digit == answer)
-    return correct.double(), correct
+    return Verdict(correct.double(), correct, torch.zeros_like(correct))
+
+
+def even_prompts(tokens_SL: Tensor, answer_S: Tensor) -> Prompts:
+    """Prompts as long as their rows."""
+    return Prompts(tokens_SL, torch.full((len(tokens_SL),), tokens_SL.shape[1]), answer_S)
 
 
 def as_text(tokens: Tensor) -> str:

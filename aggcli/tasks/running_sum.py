@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from aggcli.errors import SettingError
 from aggcli.tasks import protocol
 from aggcli.tasks.chance import PROMPTS, uniform
-from aggcli.tasks.protocol import END, EQUALS, FILLER, PAD, VOCABULARY, Prompts, draw_digits
+from aggcli.tasks.protocol import END, EQUALS, FILLER, PAD, VOCABULARY, Prompts, Verdict, draw_digits, even_prompts
 
 STYLES = (0.45, 0.45, 0.10)
 """Shares of the warm start: a direct answer after filler, running sums, running sums then filler and the answer again."""
@@ -29,6 +29,7 @@ class RunningSum:
     name = "running-sum"
     vocabulary = VOCABULARY
     end_id, pad_id = END, PAD
+    can_fail = False
     default_max_response_length = 32
 
     def __init__(self, digits: int = 6) -> None:
@@ -45,18 +46,18 @@ class RunningSum:
         """See `Task.prompts`."""
         index_S = torch.arange(first, first + count)
         digits_SK = (uniform(seed, PROMPTS, step, index_S, self.digits) * 10).long()
-        return Prompts(_with_equals(digits_SK), digits_SK.sum(-1) % 10)
+        return even_prompts(_with_equals(digits_SK), digits_SK.sum(-1) % 10)
 
-    def verify(self, answer: Tensor, response: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    def verify(self, answer: Tensor, response: Tensor, length: Tensor) -> Verdict:
         """See `Task.verify`."""
         return protocol.verify_last_digit(answer, response, length)
 
     def text(self, tokens: Tensor) -> str:
-        """See `Task.text`."""
+        """See `SmallTask.text`."""
         return protocol.as_text(tokens)
 
     def demonstrations(self, generator: Generator, count: int) -> tuple[Tensor, int, Tensor]:
-        """The mixture of styles; see `Task.demonstrations`."""
+        """The mixture of styles; see `SmallTask.demonstrations`."""
         digits_BK = draw_digits(generator, count, self.digits)
         style_B = torch.rand(count, generator=generator)
         direct_B, long_B = style_B < STYLES[0], style_B >= STYLES[0] + STYLES[1]

@@ -14,15 +14,14 @@ from aggcli.config import RunConfig
 from aggcli.layout.schedule import Layout
 from aggcli.layout.steps import Part, need_whole_groups
 from aggcli.measurement.report import Values
-from aggcli.policy.groups import threads_for
-from aggcli.policy.transformer import Parameters, stacked
+from aggcli.policy.protocol import Policy, all_finite
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.checkpoint import Checkpoint
 from aggcli.training.report import Reporter, RunReport, not_reportable
 from aggcli.training.rollout import SampledRollouts, StepSource
 from aggcli.training.rows import optimizer_step_positions, rows_of_rank
-from aggcli.training.stack import Optimizer, RunSpec, weights_of
-from aggcli.training.step import Forward, Gradient, StepTokens, all_log_probs, step_gradient, step_tokens
+from aggcli.training.stack import RunSpec
+from aggcli.training.step import Gradient, StepTokens, all_log_probs, step_gradient, step_tokens
 from aggcli.world import World
 
 
@@ -52,19 +51,15 @@ class Trainer:
     def __init__(
         self,
         runs: Sequence[RunSpec],
-        initial: Parameters,
+        policy: Policy,
         config: RunConfig,
         sampler: StepSource,
-        forward: Forward,
         layout: Layout,
         reporter: Reporter,
         world: World,
     ) -> None:
         self.runs, self.config, self.world = list(runs), config, world
-        self.sampler, self.forward, self.layout, self.reporter = sampler, forward, layout, reporter
-        self.reference = {name: value.detach().clone() for name, value in initial.items()}
-        self.weights = weights_of(stacked(initial, len(runs)))
-        self.optimizer = Optimizer(self.weights.flat_RQ, [run.lr for run in runs], config.training)
+        self.policy, self.sampler, self.layout, self.reporter = policy, sampler, layout, reporter
         self.step, self.optimizer_step = 0, 0
         self.broken: dict[str, str] = {}
         self.gone: list[BrokenRun] = []
@@ -73,8 +68,8 @@ class Trainer:
         """Train to the end, one rollout step at a time."""
         while self.step < self.config.training.steps and self.runs:
             began = time.perf_counter()
-            with threads_for(self.weights.parameters["head"].shape[1]):
-                rollouts = self.sampler.step(self.runs, self.weights.parameters, self.step)
+            with self.policy.threads():
+                rollouts = self.sampler.step(self.runs, self.policy, self.step)
                 done = list(self._optimizer_steps(rollouts))
                 diverged = self._drop_diverged()
             self.step += 1
@@ -83,10 +78,10 @@ class Trainer:
 
     def first_update(self) -> Tensor:
         """Take the first optimizer step, and give the 2-norm of each run's change of parameters, float64 [R]."""
-        before_RQ = self.weights.flat_RQ.clone()
-        rollouts = self.sampler.step(self.runs, self.weights.parameters, self.step)
+        before_RQ = self.policy.state()["parameters"].clone()
+        rollouts = self.sampler.step(self.runs, self.policy, self.step)
         next(self._optimizer_steps(rollouts))
-        return torch.linalg.vector_norm(self.weights.flat_RQ - before_RQ, dim=1, dtype=torch.float64)
+        return torch.linalg.vector_norm(self.policy.state()["parameters"] - before_RQ, dim=1, dtype=torch.float64)
 
     def _optimizer_steps(self, rollouts: SampledRollouts) -> Iterator[tuple[int, list[RunReport]]]:
         """Every optimizer step of a rollout batch: its parts, as often as --num-iterations says."""
@@ -95,8 +90,8 @@ class Trainer:
             need_whole_groups(rollouts.batch, [Part("", positions.tolist()) for positions in parts], rule)
         groups = self.reporter.groups(rollouts.batch, len(self.runs))
         several = len(parts) * self.config.training.num_iterations > 1
-        old_T = self._log_probs(self.weights.parameters, rollouts) if several else None
-        reference_T = self._log_probs(self._reference_stack(), rollouts) if self._uses_reference() else None
+        old_T = self._log_probs(rollouts) if several else None
+        reference_T = self._log_probs(rollouts, reference=True) if self._uses_reference() else None
         for _ in range(self.config.training.num_iterations):
             for positions in parts:
                 step = rollouts.batch.select(positions)
@@ -123,12 +118,8 @@ class Trainer:
         finite, does not step."""
         rows = rows_of_rank(step, len(self.runs), self.layout, self.world)
         objective = self.config.objective
-        found = step_gradient(
-            self.forward, self.weights.parameters, rows, step, tokens_SL, _as(given, self._dtype), objective, self.world
-        )
-        stepping_R = self._stepping(step, found)
-        norm_R = self.optimizer.step(self.weights.flat_RQ, found.gradient_RQ, stepping_R.to(found.gradient_RQ.device))
-        self.weights.refresh()
+        found = step_gradient(self.policy, rows, step, tokens_SL, _as(given, self.policy.dtype), objective, self.world)
+        norm_R = self.policy.step(found.gradient_RQ, self._stepping(step, found))
         for name, what in not_reportable(step, self.runs, given, found).items():
             self.broken.setdefault(name, what)
         extra = [{"grad_norm": norm, **values} for norm, values in zip(norm_R.tolist(), sampled, strict=True)]
@@ -150,7 +141,7 @@ class Trainer:
         return training.layout_records and due
 
     def _stepping(self, step: RolloutBatch, found: Gradient) -> Tensor:
-        finite_R = _all_finite(found.gradient_RQ).cpu()
+        finite_R = all_finite(found.gradient_RQ).cpu()
         for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
             if not finite:
                 self.broken.setdefault(run.name, "its gradient is not finite")
@@ -158,33 +149,28 @@ class Trainer:
         return finite_R & (tokens_R > 0)
 
     def _sampled(self, rollouts: SampledRollouts) -> list[Values]:
-        return [
+        found: list[Values] = [
             {"groups_generated": generated, "groups_kept": kept}
             for generated, kept in zip(rollouts.generated_R, rollouts.kept_R, strict=True)
         ]
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.weights.flat_RQ.dtype
+        if rollouts.failed_R is None:
+            return found
+        return [{**one, "checker_errors": failed} for one, failed in zip(found, rollouts.failed_R, strict=True)]
 
     # -- other policies ---------------------------------------------------------------------------------------------
 
-    def _log_probs(self, parameters: Parameters, rollouts: SampledRollouts) -> Tensor:
+    def _log_probs(self, rollouts: SampledRollouts, *, reference: bool = False) -> Tensor:
         rows = rows_of_rank(rollouts.batch, len(self.runs), self.layout, self.world)
-        return all_log_probs(self.forward, parameters, rows, rollouts.batch, rollouts.tokens_SL, self.world)
+        return all_log_probs(self.policy, rows, rollouts.batch, rollouts.tokens_SL, self.world, reference=reference)
 
     def _uses_reference(self) -> bool:
         return any(run.objective.kl_coef for run in self.runs)
-
-    def _reference_stack(self) -> Parameters:
-        return {name: value.expand(len(self.runs), *value.shape[1:]).contiguous() for name, value in self.reference.items()}
 
     # -- runs that end early ----------------------------------------------------------------------------------------
 
     def _drop_diverged(self) -> list[BrokenRun]:
         """Drop the runs whose gradient or parameters are not finite, before they are sampled from again."""
-        finite_R = _all_finite(self.weights.flat_RQ).cpu()
-        for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
+        for run, finite in zip(self.runs, self.policy.finite().tolist(), strict=True):
             if not finite:
                 self.broken.setdefault(run.name, "its parameters are not finite")
         fine = torch.tensor([run.name not in self.broken for run in self.runs])
@@ -197,35 +183,23 @@ class Trainer:
     def keep(self, runs_R: Tensor) -> None:
         """Go on with these runs (positions) only."""
         self.runs = [self.runs[at] for at in runs_R.tolist()]
-        self.weights = weights_of({name: value.detach()[runs_R] for name, value in self.weights.parameters.items()})
-        self.optimizer.keep(runs_R)
+        self.policy.keep(runs_R)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> Checkpoint:
         """Everything needed to go on bit for bit."""
-        tensors = {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
         names = [run.name for run in self.runs]
         gone = {one.run.name: (one.step, one.what) for one in self.gone}
-        return Checkpoint(self.step, self.optimizer_step, names, gone, {"parameters": self.weights.flat_RQ, **tensors})
+        return Checkpoint(self.step, self.optimizer_step, names, gone, self.policy.state())
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint of the same settings."""
         names = [run.name for run in self.runs]
         self.gone = [BrokenRun(self.runs[names.index(name)], *when) for name, when in checkpoint.gone.items()]
         self.keep(torch.tensor([names.index(name) for name in checkpoint.runs], dtype=torch.int64))
-        device = self.weights.flat_RQ.device
-        self.weights.flat_RQ.copy_(checkpoint.tensors["parameters"])
-        self.weights.refresh()
-        state = {name.removeprefix("optimizer."): value for name, value in checkpoint.tensors.items() if "." in name}
-        self.optimizer.load({name: value.to(device) for name, value in state.items()})
+        self.policy.load(checkpoint.tensors)
         self.step, self.optimizer_step = checkpoint.step, checkpoint.optimizer_step
-
-
-def _all_finite(value_RQ: Tensor) -> Tensor:
-    """Whether every number of a run is finite [R]: the sum of their squares is, in float64, unless it overflows."""
-    finite_R = torch.isfinite(torch.linalg.vector_norm(value_RQ, dim=1, dtype=torch.float64))
-    return finite_R if finite_R.all() else torch.isfinite(value_RQ).all(1)
 
 
 def _at(batch: RolloutBatch, positions: Tensor, value_T: Tensor | None) -> Tensor | None:

@@ -18,6 +18,7 @@ from aggcli.errors import RolloutError
 from aggcli.measurement.selection import selected
 from aggcli.objective.step import with_advantages
 from aggcli.policy.log_probs import response_log_probs
+from aggcli.policy.protocol import Policy
 from aggcli.policy.transformer import Parameters, PolicyConfig
 from aggcli.rollouts.batch import RolloutBatch, is_first
 from aggcli.training.rollout import SampledRollouts
@@ -84,7 +85,7 @@ class RecordedSampler:
 
     recorded: Recorded
 
-    def step(self, runs: Sequence[RunSpec], parameters: Parameters, step: int) -> SampledRollouts:
+    def step(self, runs: Sequence[RunSpec], policy: Policy, step: int) -> SampledRollouts:
         """The rollouts of a step, once for each run, run after run."""
         batch = self.recorded.batches[step]
         count, samples = len(runs), batch.num_samples

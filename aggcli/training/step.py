@@ -13,20 +13,12 @@ from aggcli.layout.schedule import Layout
 from aggcli.objective.policy_loss import kl_terms, policy_terms
 from aggcli.objective.step import weighing_of
 from aggcli.objective.weights import aggregate, need_no_nan, rule_weights
-from aggcli.policy.groups import groups_of
-from aggcli.policy.transformer import Parameters, run_of
+from aggcli.policy.protocol import Policy
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rules import Rule
 from aggcli.training.rows import schedules_of_runs
 from aggcli.training.stack import RunSpec
 from aggcli.world import World
-
-RUNS_AT_ONCE = 4
-"""Runs of one pass: enough that the work outweighs the calls, few enough for a core's cache."""
-
-Forward = Callable[[Parameters, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""(parameters, tokens [R, B, L], prompt length [R, B], response length [R, B]) -> log-probabilities and entropies [R, B, C]
-in nats, and which of them this context-parallel rank has computed (None: all)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +102,7 @@ def stack_weights(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout) -
 
 
 def step_gradient(
-    forward: Forward,
-    parameters: Parameters,
+    policy: Policy,
     rows: Sequence[Tensor],
     step: RolloutBatch,
     tokens_SL: Tensor,
@@ -125,35 +116,23 @@ def step_gradient(
     sums `w_t * l_t`; only sums cross ranks. With `given.old_log_probs_T` None the policy itself is the old one (ratio 1).
     `objective` holds the settings that are the same for all runs.
     """
-    device = parameters["head"].device
-    runs, numbers = len(parameters["head"]), sum(value[0].numel() for value in parameters.values())
-    gradient_RQ = parameters["head"].new_zeros(runs, numbers)  # of a rank without rows: nothing
+    gradient_RQ = policy.no_gradient()  # and so it stays of a rank without rows
     new_T = torch.zeros(2, step.loss_mask_T.numel(), dtype=torch.float64)
-    for group in groups_of(runs, RUNS_AT_ONCE, device):
-        own = {name: value[group].detach().requires_grad_() for name, value in parameters.items()}
+    for some in policy.passes():
         for row_RB in rows:
-            laid_out = _laid_out(step, tokens_SL, row_RB[group])
-            log_prob_RBC, entropy_RBC, owned = forward(own, *laid_out.inputs(device))
-            place, flat = laid_out.owned(owned, device)
+            laid_out = _laid_out(step, tokens_SL, row_RB[some.runs])
+            log_prob_RBC, entropy_RBC, owned = some.log_probs(*laid_out.inputs)
+            place, flat = laid_out.owned(owned, policy.device)
             own_T = log_prob_RBC.flatten()[place]
             spread_T = entropy_RBC.flatten()[place]
-            loss = _loss(own_T, spread_T, flat, step, given, objective, device)
-            _add_gradient(gradient_RQ[group], loss, list(own.values()))
+            loss = _loss(own_T, spread_T, flat, step, given, objective, policy.device)
+            if loss.requires_grad:  # a token of these runs is in this micro-batch
+                some.add_gradient(loss, gradient_RQ)
             new_T[0, flat] = own_T.detach().double().cpu()
             new_T[1, flat] = spread_T.detach().double().cpu()
     world.add_up(gradient_RQ)
     whole_T = world.add_up(new_T.clone())
     return Gradient(gradient_RQ, *whole_T, *new_T)
-
-
-def _add_gradient(gradient_RQ: Tensor, loss: Tensor, leaves: Sequence[Tensor]) -> None:
-    """Add d loss / d leaves to the flat gradient."""
-    if not loss.requires_grad:  # no token of these runs in this micro-batch
-        return
-    start = 0
-    for part in torch.autograd.grad(loss, leaves):
-        gradient_RQ[:, start : start + part[0].numel()] += part.flatten(1)
-        start += part[0].numel()
 
 
 def _loss(
@@ -190,22 +169,17 @@ def _loss(
 
 
 def all_log_probs(
-    forward: Forward,
-    parameters: Parameters,
-    rows: Sequence[Tensor],
-    step: RolloutBatch,
-    tokens_SL: Tensor,
-    world: World,
+    policy: Policy, rows: Sequence[Tensor], step: RolloutBatch, tokens_SL: Tensor, world: World, *, reference: bool = False
 ) -> Tensor:
-    """Log-probability of every response token of the step under fixed parameters, float64 [T], on every rank."""
-    device = parameters["head"].device
+    """Log-probability of every response token of the step under the parameters as they are (`reference`: as they were at the
+    start), float64 [T], on every rank."""
     found_T = torch.zeros(step.loss_mask_T.numel(), dtype=torch.float64)
     with torch.no_grad():
-        for group in groups_of(len(parameters["head"]), RUNS_AT_ONCE, device):
+        for some in policy.passes(reference=reference):
             for row_RB in rows:
-                laid_out = _laid_out(step, tokens_SL, row_RB[group])
-                log_prob_RBC, _, owned = forward(run_of(parameters, group), *laid_out.inputs(device))
-                place, flat = laid_out.owned(owned, device)
+                laid_out = _laid_out(step, tokens_SL, row_RB[some.runs])
+                log_prob_RBC, _, owned = some.log_probs(*laid_out.inputs)
+                place, flat = laid_out.owned(owned, policy.device)
                 found_T[flat] = log_prob_RBC.flatten()[place].double().cpu()
     return world.add_up(found_T)
 
@@ -220,9 +194,10 @@ class _LaidOut:
     place: Tensor
     position_T: Tensor
 
-    def inputs(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """What a forward pass takes, on the device."""
-        return self.tokens_RBL.to(device), self.prompt_RB.to(device), self.length_RB.to(device)
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a forward pass takes."""
+        return self.tokens_RBL, self.prompt_RB, self.length_RB
 
     def owned(self, owned_RBC: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         """`place` (on the device) and `position_T` of the tokens that this rank has computed."""

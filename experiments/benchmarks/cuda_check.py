@@ -18,6 +18,7 @@ import torch
 
 from aggcli import grid
 from aggcli.config import settings_from
+from aggcli.policy.stacked import SmallStart
 from aggcli.policy.transformer import shapes
 from aggcli.rules import MODES
 from aggcli.world import ALONE
@@ -35,8 +36,9 @@ def trained(device: str, dtype: str, runs: int, steps: int) -> tuple[torch.Tenso
         if device == "cuda":
             torch.cuda.synchronize()
         told.append((done.seconds, done.tokens))
-    matrices = sum(a * b for name, (a, b) in shapes(setup.policy).items() if name not in ("embedding", "position"))
-    return trainer.weights.flat_RQ.cpu(), told, matrices
+    assert isinstance(setup.start, SmallStart)
+    matrices = sum(a * b for name, (a, b) in shapes(setup.start.shape).items() if name not in ("embedding", "position"))
+    return trainer.policy.state()["parameters"].cpu(), told, matrices
 
 
 def matmul_rate() -> float:

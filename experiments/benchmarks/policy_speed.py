@@ -19,20 +19,21 @@ import torch
 from torch import Tensor
 
 from aggcli.policy.log_probs import response_log_probs
-from aggcli.policy.sampling import sample, uniforms
+from aggcli.policy.protocol import Noise
+from aggcli.policy.sampling import sample
 from aggcli.policy.transformer import Parameters, PolicyConfig, stacked
 from aggcli.policy.warm_start import default_policy, starting_policy
-from aggcli.tasks import Task, make_task
+from aggcli.tasks import SmallTask, make_task
 
 PROMPTS, GROUP, LIMIT = 16, 8, 32
 
 
-def step(task: Task, config: PolicyConfig, parameters: Parameters, number: int) -> dict[str, float]:
+def step(task: SmallTask, config: PolicyConfig, parameters: Parameters, number: int) -> dict[str, float]:
     """Seconds of decoding and of training, on the clock and of processor time, and tokens drawn, all runs together."""
     runs, rows = parameters["head"].shape[0], PROMPTS * GROUP
     prompts = task.prompts(seed=0, step=number, count=PROMPTS)
     prompts_RPL = prompts.tokens_SL.expand(runs, -1, -1)
-    noise_RBL = torch.stack([uniforms(run, number, 0, rows, LIMIT) for run in range(runs)])
+    noise_RBL = torch.stack([Noise((run,), number, 0, rows).uniforms(LIMIT)[0] for run in range(runs)])
     marks = [(time.perf_counter(), time.process_time())]
     sampled = sample(parameters, config, prompts_RPL, noise_RBL, end_id=task.end_id, pad_id=task.pad_id)
     marks.append((time.perf_counter(), time.process_time()))
@@ -46,7 +47,7 @@ def step(task: Task, config: PolicyConfig, parameters: Parameters, number: int) 
     return {"decode": decode, "decode_cpu": decode_cpu, "train": train_, "train_cpu": train_cpu, "tokens": tokens}
 
 
-def train(task: Task, config: PolicyConfig, parameters: Parameters, tokens_RBL: Tensor, length_RB: Tensor) -> None:
+def train(task: SmallTask, config: PolicyConfig, parameters: Parameters, tokens_RBL: Tensor, length_RB: Tensor) -> None:
     log_prob_RBC, _ = response_log_probs(parameters, config, tokens_RBL, task.prompt_length, length_RB)
     (log_prob_RBC.sum() / length_RB.numel()).backward()
     for value in parameters.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 from aggcli.config import RunConfig
 from aggcli.policy.log_probs import log_probs_of, response_log_probs
 from aggcli.policy.transformer import Parameters, PolicyConfig, hidden
-from aggcli.training.step import Forward
 from aggcli.world import World
+
+Forward = Callable[[Parameters, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+"""(parameters, tokens [R, B, L], prompt length [R, B], response length [R, B]) -> log-probabilities and entropies [R, B, C]
+in nats, and which of them this context-parallel rank has computed (None: all)."""
 
 
 def make_forward(policy: PolicyConfig, prompt_length: int | None, config: RunConfig, cp: int, world: World) -> Forward:

@@ -1,0 +1,143 @@
+"""What a policy is: what it does. The training loop, the sampler and the evaluation know nothing else of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aggcli.tasks.chance import SAMPLING, uniform
+from aggcli.world import World
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of rows `first` to `first + count - 1` of a rollout step, of runs of these seeds: row i of a seed depends on
+    (seed, step, i) alone."""
+
+    seeds: tuple[int, ...]
+    step: int
+    first: int
+    count: int
+
+    def rows(self, start: int, end: int) -> Noise:
+        """The noise of some of these rows."""
+        return Noise(self.seeds, self.step, self.first + start, end - start)
+
+    def uniforms(self, length: int) -> Tensor:
+        """One number for each (run, row, position): float64 [R, B, length] in [0, 1), on the CPU. A longer `length` only
+        appends."""
+        index_B = torch.arange(self.first, self.first + self.count)
+        found = {seed: uniform(seed, SAMPLING, self.step, index_B, length) for seed in dict.fromkeys(self.seeds)}
+        return torch.stack([found[seed] for seed in self.seeds])
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """Responses, right-padded to the longest: `tokens_RBL` ids (`pad_id` after the end), `length_RB` with the end token,
+    `log_probs_RBL` in nats at the sampling temperature (0 after the end), `truncated_RB` true where no end token came."""
+
+    tokens_RBL: Tensor
+    length_RB: Tensor
+    log_probs_RBL: Tensor
+    truncated_RB: Tensor
+
+
+class Pass(Protocol):
+    """Some runs of a stack, whose rows go through one forward pass together."""
+
+    @property
+    def runs(self) -> slice:
+        """Which runs of the stack."""
+        ...
+
+    def log_probs(self, tokens_RBL: Tensor, prompt_RB: Tensor, length_RB: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities and entropies [R, B, C] in nats of the response tokens of right-padded rows of prompt (`prompt_RB`
+        tokens) and response (`length_RB`), at the sampling temperature, and which of them this context-parallel rank has
+        computed (None: all). Differentiable, unless gradients are switched off."""
+        ...
+
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor) -> None:
+        """Add d loss / d parameters of these runs to their rows of the stack's gradient [R, Q]. `loss`: a weighted sum of what
+        `log_probs` has given, one number for all the runs."""
+        ...
+
+
+class Policy(Protocol):
+    """The parameters of R runs, Q numbers each, what they sample and how they learn. Every rank holds all of them."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Arithmetic of gradients and of per-token numbers."""
+        ...
+
+    def threads(self) -> AbstractContextManager[None]:
+        """The threads of torch's operations on this policy."""
+        ...
+
+    def sample(
+        self, prompts_RPL: Tensor, prompt_length_RP: Tensor, noise: Noise, limit: int, *, end_id: int, pad_id: int
+    ) -> Sampled:
+        """One response of at most `limit` tokens for each row of the noise, on the CPU; row b continues prompt `b // (B // P)`
+        of its run, whose ids are the first `prompt_length_RP` of its (right-padded) row."""
+        ...
+
+    def passes(self, *, reference: bool = False) -> Iterator[Pass]:
+        """All runs, as many at a time as go through one pass; `reference`: the policy that they all began as."""
+        ...
+
+    def no_gradient(self) -> Tensor:
+        """A gradient of zeros, [R, Q]."""
+        ...
+
+    def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
+        """Take an optimizer step; runs that are not `stepping` stay as they are, to the bit. Returns the norm of each run's
+        gradient before clipping, float64 [R]."""
+        ...
+
+    def finite(self) -> Tensor:
+        """Whether all parameters of a run are finite numbers, bool [R] on the CPU."""
+        ...
+
+    def keep(self, runs_R: Tensor) -> None:
+        """Go on with these runs (positions) only."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything needed to go on bit for bit, each [R, ...]; `parameters` [R, Q] among them."""
+        ...
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Go on from a state of as many runs."""
+        ...
+
+
+class Start(Protocol):
+    """Where every run of a stack begins."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether several processes can share the runs of a stack out among them, each on one thread."""
+        ...
+
+    def threads(self) -> AbstractContextManager[None]:
+        """See `Policy.threads`."""
+        ...
+
+    def stack(self, lr: Sequence[float], world: World) -> Policy:
+        """As many runs as there are learning rates, each with parameters of its own. With context parallelism every rank of the
+        world must call it."""
+        ...
+
+
+def all_finite(value_RQ: Tensor) -> Tensor:
+    """Whether every number of a run is finite [R]: the sum of their squares is, in float64, unless it overflows."""
+    finite_R = torch.isfinite(torch.linalg.vector_norm(value_RQ, dim=1, dtype=torch.float64))
+    return finite_R if finite_R.all() else torch.isfinite(value_RQ).all(1)

@@ -1,0 +1,146 @@
+"""The stacked small transformer as a policy: R independent parameter sets, a few runs at a time in one batched pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from aggcli.config import RunConfig
+from aggcli.policy.forward import Forward, make_forward
+from aggcli.policy.groups import SMALL_WIDTH, groups_of, threads_for
+from aggcli.policy.protocol import Noise, Sampled, all_finite
+from aggcli.policy.sampling import sample
+from aggcli.policy.transformer import Parameters, PolicyConfig, run_of, stacked
+from aggcli.policy.weights import Optimizer, weights_of
+from aggcli.world import World
+
+RUNS_AT_ONCE = 4
+"""Runs of one pass: enough that the work outweighs the calls, few enough for a core's cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class SmallStart:
+    """`initial`: the parameters of one run, on the device and in the arithmetic of training; `prompt_length`: that of every
+    row, where they share one (rows are then packed)."""
+
+    shape: PolicyConfig
+    initial: Parameters
+    config: RunConfig
+    prompt_length: int | None
+
+    @property
+    def is_small(self) -> bool:
+        return self.shape.width < SMALL_WIDTH and self.initial["head"].device.type == "cpu"
+
+    def threads(self) -> AbstractContextManager[None]:
+        return threads_for(self.shape.width)
+
+    def stack(self, lr: Sequence[float], world: World) -> StackedTransformer:
+        """See `Start.stack`."""
+        return StackedTransformer(self, lr, world)
+
+
+class StackedTransformer:
+    """See `Policy`. `weights`: the parameters of all runs, flat [R, Q] and as leaves."""
+
+    def __init__(self, start: SmallStart, lr: Sequence[float], world: World) -> None:
+        self.start, self.world = start, world
+        self.weights = weights_of(stacked(start.initial, len(lr)))
+        self.optimizer = Optimizer(self.weights.flat_RQ, lr, start.config.training)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.flat_RQ.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.flat_RQ.dtype
+
+    def threads(self) -> AbstractContextManager[None]:
+        """See `Policy.threads`."""
+        return self.start.threads()
+
+    def sample(
+        self, prompts_RPL: Tensor, prompt_length_RP: Tensor, noise: Noise, limit: int, *, end_id: int, pad_id: int
+    ) -> Sampled:
+        """See `Policy.sample`; all prompts are as long as their rows."""
+        drawn = sample(
+            self.weights.parameters,
+            self.start.shape,
+            prompts_RPL.to(self.device),
+            noise.uniforms(limit).to(self.device),
+            end_id=end_id,
+            pad_id=pad_id,
+            temperature=self.start.config.training.temperature,
+        )
+        return Sampled(drawn.tokens_RBL.cpu(), drawn.length_RB.cpu(), drawn.log_probs_RBL.cpu(), drawn.truncated_RB.cpu())
+
+    def passes(self, *, reference: bool = False) -> Iterator[_SomeRuns]:
+        """See `Policy.passes`."""
+        runs, parameters = len(self.weights.flat_RQ), self.weights.parameters
+        if reference:
+            initial = self.start.initial
+            parameters = {name: value.expand(runs, *value.shape[1:]).contiguous() for name, value in initial.items()}
+        for group in groups_of(runs, RUNS_AT_ONCE, self.device):
+            own = {name: value.detach().requires_grad_() for name, value in run_of(parameters, group).items()}
+            yield _SomeRuns(group, own, self._forward)
+
+    @cached_property
+    def _forward(self) -> Forward:
+        start = self.start
+        return make_forward(start.shape, start.prompt_length, start.config, start.config.layout.cp, self.world)
+
+    def no_gradient(self) -> Tensor:
+        """See `Policy.no_gradient`."""
+        return torch.zeros_like(self.weights.flat_RQ)
+
+    def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
+        """See `Policy.step`."""
+        norm_R = self.optimizer.step(self.weights.flat_RQ, gradient_RQ, stepping_R.to(gradient_RQ.device))
+        self.weights.refresh()
+        return norm_R
+
+    def finite(self) -> Tensor:
+        """See `Policy.finite`."""
+        return all_finite(self.weights.flat_RQ).cpu()
+
+    def keep(self, runs_R: Tensor) -> None:
+        """See `Policy.keep`."""
+        self.weights = weights_of({name: value.detach()[runs_R] for name, value in self.weights.parameters.items()})
+        self.optimizer.keep(runs_R)
+
+    def state(self) -> dict[str, Tensor]:
+        """See `Policy.state`."""
+        moments = {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
+        return {"parameters": self.weights.flat_RQ, **moments}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """See `Policy.load`."""
+        self.weights.flat_RQ.copy_(state["parameters"])
+        self.weights.refresh()
+        moments = {name.removeprefix("optimizer."): value for name, value in state.items() if "." in name}
+        self.optimizer.load({name: value.to(self.device) for name, value in moments.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class _SomeRuns:
+    """See `Pass`."""
+
+    runs: slice
+    parameters: Parameters
+    forward: Forward
+
+    def log_probs(self, tokens_RBL: Tensor, prompt_RB: Tensor, length_RB: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        device = self.parameters["head"].device
+        return self.forward(self.parameters, tokens_RBL.to(device), prompt_RB.to(device), length_RB.to(device))
+
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor) -> None:
+        mine_RQ, start = gradient_RQ[self.runs], 0
+        for part in torch.autograd.grad(loss, list(self.parameters.values())):
+            mine_RQ[:, start : start + part[0].numel()] += part.flatten(1)
+            start += part[0].numel()
