@@ -13,6 +13,7 @@ from aggcli.cli.options import JsonOption, offered
 from aggcli.errors import SettingError, nearest
 from aggcli.rules import ALIASES, EVIDENCE, MODES, NOTATION, RULES, Rule, find_rule, names_of, remark_on
 from aggcli.rules.reference import aliases_of, differences, elsewhere, how_to_get
+from aggcli.rules.snippets import SNIPPETS, Snippet, native, snippet_for
 
 MapOption = Annotated[
     str | None,
@@ -21,6 +22,15 @@ MapOption = Annotated[
         metavar="NAME",
         help="What a framework's name, such as verl:token-mean, is here.",
         autocompletion=offered([*RULES, *ALIASES]),
+    ),
+]
+InOption = Annotated[
+    str | None,
+    typer.Option(
+        "--in",
+        metavar="FRAMEWORK",
+        help="The lines that give a mode in trl, verl, openrlhf, slime, skyrl, nemo-rl or tinker.",
+        autocompletion=offered(SNIPPETS),
     ),
 ]
 FormatOption = Annotated[
@@ -42,23 +52,30 @@ ModeArgument = Annotated[
 def modes(
     mode: ModeArgument = None,
     map_: MapOption = None,
+    in_: InOption = None,
     format_: FormatOption = "text",
     json: JsonOption = False,
 ) -> None:
     """What each aggregation mode is: formula, weight of a token, papers, traps, and how to get it in each framework.
 
-    With --map, the reverse: what a framework's name or an alias means, and which mode here equals it.
+    With --map, the reverse: what a framework's name or an alias means, and which mode here equals it. With --in, how to get the
+    mode inside a framework: its own option where it has one, and the lines that scale its advantages.
     """
     if format_ not in ("text", "md"):
         raise SettingError(f"--format {format_}: must be text or md")
     if mode is not None and map_ is not None:
         raise SettingError(f"{mode} and --map {map_} ask for two things; give one")
+    if in_ is not None and (mode is None or map_ is not None):
+        raise SettingError(f"--in {in_}: give the mode, as in `aggcli modes prompt_mean --in {in_}`")
     chosen = [rule for rule in MODES if mode in (None, rule.name)]
     if not chosen:
         known = (
             nearest(str(mode), names_of(MODES)) if ":" not in str(mode) else f"; for a framework's own name use --map {mode}"
         )
         raise SettingError(f"unknown loss aggregation '{mode}'{known}")
+    if in_ is not None:
+        _show_inside(chosen[0], snippet_for(in_), json=json)
+        return
     found = _mapped(map_) if map_ is not None else {rule.name: _described(rule) for rule in chosen}
     if json:
         from aggcli.records import to_json
@@ -120,6 +137,50 @@ def _terms(rule: Rule) -> str:
     if texts["KL"] == texts["entropy"]:
         return f"KL and entropy: {texts['KL']}{known}"
     return f"KL: {texts['KL']}; entropy: {texts['entropy']}{known}"
+
+
+# -- inside a framework -----------------------------------------------------------------------------------------------
+
+
+def _show_inside(mode: Rule, snippet: Snippet, *, json: bool) -> None:
+    """How to get the mode inside a framework: JSON, or text whose code can be copied."""
+    own = [_facts(rule) for rule in native(snippet.framework, mode)]
+    found = {
+        "framework": snippet.framework,
+        "mode": mode.name,
+        "own": own,
+        "where": snippet.where,
+        "needs": list(snippet.needs),
+        "code": snippet.code(mode),
+        "reducer": snippet.reducer_code(mode),
+        "notes": snippet.notes(mode),
+        "version": snippet.version,
+    }
+    if json:
+        from aggcli.records import to_json
+
+        print(to_json({"schema": 1, **found}))
+        return
+    console = out()
+
+    def line(label: str, text: str) -> None:
+        whole = f"  {label + ':':<{_COLUMN - 2}}{text}"
+        console.print(textwrap.fill(whole, console.width, subsequent_indent=" " * _COLUMN), soft_wrap=True)
+
+    console.print(f"{mode.name} in {snippet.framework}")
+    for rule in own:
+        line("its own option", f"{rule['option']} [{rule['version']}]")
+        line("  differs", "; ".join(rule["differences"]) or "in nothing")
+    if not own:
+        line("its own option", "none")
+    line("where", snippet.where)
+    for need in snippet.needs:
+        line("needs", need)
+    for note in found["notes"]:
+        line("note", note)
+    line("read in", snippet.version)
+    for code in filter(None, (found["code"], found["reducer"])):
+        print(f"\n{code.rstrip()}")
 
 
 # -- on paper -------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ def main() -> None:
             loss_type,
             accumulation,
             options={"divisor": 7.0} if mode == "constant" else {},
+            trl={"epsilon_high": 5.0} if loss_type == "cispo" else {},  # there it is the largest ratio itself
         )
         for mode in MODES
         for loss_type in LOSS_TYPES
