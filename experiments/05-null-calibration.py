@@ -259,7 +259,7 @@ def by_hand(figure: str, mean: Any, error: Any, n: int) -> tuple[Any, Any]:
     if outcome.bounds == SHARE:
         centre, step = np.log(mean / (1 - mean)), reach * error / (mean * (1 - mean))
         return 1 / (1 + np.exp(step - centre)), 1 / (1 + np.exp(-step - centre))
-    up = stats.t.ppf(0.995, n - 1) if outcome.skewed else reach
+    up = stats.t.ppf(outcome.up_to, n - 1)
     return mean * np.exp(-reach * error / mean), mean * np.exp(up * error / mean)
 
 

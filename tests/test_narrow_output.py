@@ -49,6 +49,16 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     return re.sub(r"\x1b\[[\d;]*m", "", result.out)
 
 
+def test_no_word_of_a_head_is_broken_beside_short_names(capsys, monkeypatch, trained: Path) -> None:
+    """The first column of settings, environments and prompt groups holds names that are shorter than its head."""
+    runs = [trained / "sample_mean" / "seed-0", trained / "token_mean" / "seed-0"]
+    calls = {"show": ("runs", "show", runs[0]), "diff": ("runs", "diff", *runs), "inspect": CALLS["inspect"](Path())}
+    for name, words in (("show", "setting environment"), ("diff", "settings environment records"), ("inspect", "group")):
+        text = printed(capsys, monkeypatch, 80, *calls[name])
+        assert not set(words.split()) - set(text.split()), name
+        assert not re.search(r"^\w{1,2}$", text, re.MULTILINE), "a letter or two alone on a line"
+
+
 def missing(wide: str, narrow: str) -> Counter[str]:
     """Numbers and intervals of a text without folds that the folded text has less often."""
     return Counter(WHOLE.findall(wide)) - Counter(WHOLE.findall(narrow))

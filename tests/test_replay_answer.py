@@ -236,8 +236,8 @@ def test_every_number_of_the_sentence_is_of_the_steps_that_have_a_gradient(capsy
     said = answered(replay(capsys, tmp_path, tmp_path, *flags, "--json"))
     assert said[0] == "constant: gradient norm 0.306x sample_mean's (mean of the 1 of 2 steps with a gradient)."
     assert said[1].startswith(
-        "0.4x is its total weight (0.4 against 1: trained tokens over N x L by definition; --loss-aggregation-divisor sets L, here"
-        " 10 tokens) and the other 0.765x comes from where the weight goes (cosine 0.765); responses of "
+        "0.4x is its total weight (0.4 against 1: trained tokens over N x L by definition; --loss-aggregation-divisor sets L,"
+        " here 10 tokens) and the other 0.765x comes from where the weight goes (cosine 0.765); responses of "
     )
     assert said[1].endswith("responses of more than 6 tokens get 50 % of the weight instead of 25 %.")
     assert said[2] == "The others: token_mean 0.765x (total weight 1x, cosine 0.765)."

@@ -174,7 +174,7 @@ def test_the_interval_of_a_length_is_students_on_the_log_scale_of_the_mean():
 
 def test_the_interval_of_a_skewed_length_reaches_further_up_and_as_far_down():
     """The quantile 99.5 % of t with 2 degrees is 9.924843."""
-    found, symmetric = interval([1.0, 2.0, 4.0], POSITIVE, skewed=True), interval([1.0, 2.0, 4.0], POSITIVE)
+    found, symmetric = interval([1.0, 2.0, 4.0], POSITIVE, up_to=0.995), interval([1.0, 2.0, 4.0], POSITIVE)
     assert found.low == symmetric.low
     assert found.high == pytest.approx(7 / 3 * math.exp(9.924843200918 * math.sqrt(7) / 3 / (7 / 3)))
 
@@ -185,10 +185,10 @@ def test_intervals_of_lengths_cover_their_mean_in_93_to_97_percent_of_trials_and
     """Lengths of a lognormal law with a coefficient of variation of 0.2 (skewness 0.6): 4,000 trials. As often those of a law
     with a long upper end, gamma of shape 1 on top of 20 (skewness 2), by the interval for such."""
     rng = np.random.default_rng([n, 2])
-    near = rng.lognormal(-0.02, 0.2, (4000, n)), 1.0, False
-    far = 20 + rng.gamma(1, 1, (4000, n)), 21.0, True
-    for draws, truth, skewed in (near, far):
-        found = [interval(row, POSITIVE, skewed=skewed) for row in draws.tolist()]
+    near = rng.lognormal(-0.02, 0.2, (4000, n)), 1.0, 0.975
+    far = 20 + rng.gamma(1, 1, (4000, n)), 21.0, 0.995
+    for draws, truth, up_to in (near, far):
+        found = [interval(row, POSITIVE, up_to=up_to) for row in draws.tolist()]
         covered = np.mean([one.low is not None and one.high is not None and one.low <= truth <= one.high for one in found])
-        assert 0.93 <= covered <= 0.97, (n, skewed, covered)
+        assert 0.93 <= covered <= 0.97, (n, up_to, covered)
         assert all(one.low is not None and one.low > 0 for one in found)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import ArrayLike
+from scipy.special import stdtrit
 
 from aggcli.analysis.comparison import Comparison, compare
 from aggcli.analysis.effects import effects_of
@@ -19,6 +20,7 @@ from aggcli.analysis.settings import labelled
 from aggcli.analysis.training_answer import verdict
 from aggcli.errors import SettingError
 from aggcli.report.comparison_rows import rows_of
+from aggcli.report.comparison_tables import recorded_caption
 from aggcli.report.effects import first_outcomes
 
 
@@ -173,6 +175,20 @@ def test_the_headline_is_short_whatever_is_shown_of_many_modes():
     many = verdict(compare([one for mode in "abcdefgh" for one in arm(mode, 0.5)], window=0)).answer.sentences
     assert many[0].startswith("No difference from a is shown under b, c, d or 4 more, in any of 4 outcomes")
     assert len(many) == 4
+
+
+def test_an_interval_that_reaches_further_up_says_so_and_by_which_quantile():
+    def of(seed: int, **lengths: float) -> History:
+        one = run("a", seed, [0.5])
+        return dataclasses.replace(one, measures=one.measures | {name: np.array([value]) for name, value in lengths.items()})
+
+    skewed = rows_of(compare([of(seed, **{"correct/response_length": 5.0 + seed}) for seed in range(3)], window=0))
+    further = "Up to a higher quantile than 97.5 %, as their laws over runs are skewed: length of correct responses: 98.25 %."
+    assert further in recorded_caption(skewed)
+    plain = rows_of(compare([of(seed, response_length=5.0 + seed) for seed in range(3)], window=0))
+    assert "quantile" not in recorded_caption(plain)
+    row = next(row for row in skewed if row.outcome == "correct/response_length")
+    assert row.high == pytest.approx(6 * math.exp(stdtrit(2, 0.9825) / math.sqrt(3) / 6))
 
 
 def test_what_is_drawn_first_is_success_and_then_what_differs():

@@ -201,7 +201,7 @@ def estimate_of(
 ) -> Estimate:
     """The estimate of an arm's values of an outcome, one a seed (at least one), cut at the upper end of `bounds`."""
     own = list(values.values())
-    found = interval(own, outcome.bounds, skewed=outcome.skewed)
+    found = interval(own, outcome.bounds, up_to=outcome.up_to)
     high = found.high if bounds is None or found.high is None else min(found.high, bounds[1])
     return Estimate(label, values, found.mean, standard_deviation(own), found.low, high, interquartile_mean(own), common)
 

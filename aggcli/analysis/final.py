@@ -41,7 +41,7 @@ def final_summary(
         metrics: dict[str, Any] = {}
         for field, name in FINAL.items():
             own, outcome = values[mode, field], OUTCOMES[f"{name}_on_fresh_prompts"]
-            found = interval(list(own.values()), outcome.bounds, skewed=outcome.skewed) if own else None
+            found = interval(list(own.values()), outcome.bounds, up_to=outcome.up_to) if own else None
             if found is not None and found.high is not None and limit is not None and field.endswith("response_length"):
                 found = dataclasses.replace(found, high=min(found.high, limit))
             metrics[name] = None if found is None else dataclasses.asdict(found)

@@ -4,7 +4,7 @@ The interval of a mean whose numbers have bounds is taken on a scale of the mean
 share m the logit, logit(m) plus or minus t * se / (m (1 - m)); for what is never below 0, such as a length, the logarithm,
 log(m) plus or minus t * se / m. Both are Student's interval to first order (the delta method), and of the arithmetic mean.
 Where a law is known to be skewed to above, more than a few seeds can show, such an interval lies below its mean too often; then
-it reaches up to the 99.5 % quantile of Student's t instead of 97.5 %, so that it would cover 97 % of a law without skew. The
+it reaches up to a higher quantile of Student's t than 97.5 %, which was measured for that outcome. The
 difference of two shares lies within the distance of the bounds, where its interval is cut: it stays the one of the t-test.
 
 Decisions use the paired t-test at 5 %, corrected by Holm over all tests of a comparison. The exact sign-flip permutation
@@ -29,8 +29,6 @@ ALPHA = 1 - CONFIDENCE
 """A difference is called shown where its corrected p is below this."""
 RESAMPLES = 2**14
 """Sign flips are enumerated up to this many, that is up to 14 seeds; beyond, this many are drawn, from a fixed seed."""
-_UPPER = 0.995
-"""Quantile that the interval of a skewed law reaches up to."""
 _FURTHEST = 300.0
 """No interval on a log scale reaches further up, which no number could hold."""
 _ROUNDING = 1e-12
@@ -88,13 +86,14 @@ SHARE: Bounds = (0.0, 1.0)
 POSITIVE: Bounds = (0.0, math.inf)
 
 
-def interval(values: Sequence[float], bounds: Bounds | None = None, *, skewed: bool = False) -> Interval:
+def interval(values: Sequence[float], bounds: Bounds | None = None, *, up_to: float = (1 + CONFIDENCE) / 2) -> Interval:
     """The mean of `values` (one a seed) and its 95 % interval, standard deviation with n-1.
 
     `bounds`: what the numbers lie between by their meaning; the interval is then taken on the logit scale of the mean, or with
-    `POSITIVE` on its log scale, unless a number lies outside of them. `skewed`: with `POSITIVE`, the law of the numbers has a
-    long upper end. One value has no interval, and equal ones (but for rounding) have none either: an interval without width
-    would claim that the next seed must come out the same. Raises ValueError for no values.
+    `POSITIVE` on its log scale, unless a number lies outside of them. `up_to`: with `POSITIVE`, the quantile of Student's t
+    that it reaches up to, for a law with a long upper end. One value has no interval, and equal ones (but for rounding) have
+    none either: an interval without width would claim that the next seed must come out the same. Raises ValueError for no
+    values.
     """
     n = len(values)
     if not n:
@@ -107,7 +106,7 @@ def interval(values: Sequence[float], bounds: Bounds | None = None, *, skewed: b
     if bounds is None or not (bounds[0] <= min(values) and max(values) <= bounds[1]):
         return Interval(mean, mean - reach, mean + reach, n)
     if bounds == POSITIVE:
-        up = float(stdtrit(n - 1, _UPPER)) * spread if skewed else reach
+        up = float(stdtrit(n - 1, up_to)) * spread
         return Interval(mean, mean * math.exp(-reach / mean), mean * math.exp(min(up / mean, _FURTHEST)), n)
     width = bounds[1] - bounds[0]
     share = (mean - bounds[0]) / width

@@ -99,8 +99,11 @@ class BlockTable(Table):
         """The width of the names of the rows where text that folds would squeeze them; None: as rich sees fit."""
         if self.prose or all(column.justify == "right" for column in self.columns[1:]):
             return None
-        widest = max((Measurement.get(console, options, cell).maximum for cell in self.columns[0].cells), default=0)
-        return widest if 0 < widest <= options.max_width * 3 // 8 or self.fold_names else None
+        most = options.max_width * 3 // 8
+        head = Measurement.get(console, options, self.columns[0].header)
+        cells = max((Measurement.get(console, options, cell).maximum for cell in self.columns[0].cells), default=0)
+        widest = max(cells, head.maximum if head.maximum <= most else head.minimum)
+        return widest if 0 < widest <= most or self.fold_names else None
 
     def _of(self, columns: Sequence[int], widths: Sequence[int | None], *, narrow: bool, names: int | None = None) -> Table:
         """A table of some of the columns, without a caption; columns of prose share what room there is where it is `narrow`.

@@ -14,7 +14,7 @@ from rich.text import Text
 from aggcli.analysis.effects import RATIO
 from aggcli.analysis.outcomes import COUNTED, OUTCOMES
 from aggcli.analysis.power import MOST_SEEDS
-from aggcli.analysis.statistics import RESAMPLES
+from aggcli.analysis.statistics import CONFIDENCE, RESAMPLES
 from aggcli.analysis.units import LENGTH_UNITS
 from aggcli.measurement.words import listed, number, plural, signed
 from aggcli.report.blocks import BlockTable
@@ -190,8 +190,10 @@ def _bounded(rows: Sequence[Row]) -> list[str]:
     counted = [unit for unit in COUNTED if any(row.low is not None and row.low > 0 and row.unit == unit for row in rows)]
     if counted:
         said.append(f"Of means in {listed(counted)}: on the log scale of the mean, so that it stays above 0.")
-    if any(row.high is not None and OUTCOMES[row.outcome].skewed for row in rows if row.outcome in OUTCOMES):
-        said.append("Of the length of correct responses, whose law over runs is skewed: up to the 99.5 % quantile, not 97.5 %.")
+    measured = {row.outcome: OUTCOMES[row.outcome] for row in rows if row.outcome in OUTCOMES and row.high is not None}
+    skewed = [f"{one.head}: {100 * one.up_to:g} %" for one in measured.values() if one.up_to > (1 + CONFIDENCE) / 2]
+    if skewed:
+        said.append(f"Up to a higher quantile than 97.5 %, as their laws over runs are skewed: {'; '.join(skewed)}.")
     if any(
         row.high is not None and OUTCOMES[row.outcome].measure.endswith("response_length")
         for row in rows

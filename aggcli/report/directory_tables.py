@@ -22,7 +22,7 @@ MOST_MODES = 4
 _DIFFERING = {
     "settings": "settings that the numbers depend on",
     "environment": "environment",
-    "records": "which runs they are, and what is recorded",
+    "records": "runs and records",
 }
 """What differs -> the head of its table."""
 
