@@ -180,7 +180,9 @@ def test_the_headline_is_short_whatever_is_shown_of_many_modes():
 def test_an_interval_that_reaches_further_up_says_so_and_by_which_quantile():
     def of(seed: int, **lengths: float) -> History:
         one = run("a", seed, [0.5])
-        return dataclasses.replace(one, measures=one.measures | {name: np.array([value]) for name, value in lengths.items()})
+        return dataclasses.replace(
+            one, measures={**one.measures, **{name: np.array([value]) for name, value in lengths.items()}}
+        )
 
     skewed = rows_of(compare([of(seed, **{"correct/response_length": 5.0 + seed}) for seed in range(3)], window=0))
     further = "Up to a higher quantile than 97.5 %, as their laws over runs are skewed: length of correct responses: 98.25 %."
