@@ -6,19 +6,23 @@ import json
 import tomllib
 from pathlib import Path
 
-from aggcli.config.flat import to_flat
+from aggcli.config.flat import FIELDS, to_flat
 from aggcli.config.sections import RunConfig
-from aggcli.errors import SettingError
+from aggcli.errors import SettingError, nearest
 
 
 def read_toml(path: Path) -> dict[str, object]:
-    """Flat settings from a TOML file; raises `SettingError` for a file that is missing or not TOML."""
+    """Flat settings from a TOML file; raises `SettingError` for a file that is missing, not TOML, or has an unknown setting."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except tomllib.TOMLDecodeError as error:
         raise SettingError(f"--config {path}: is not valid TOML ({error})") from error
+    for name in found:
+        if name not in FIELDS:
+            raise SettingError(f"--config {path}: unknown setting '{name}'{nearest(name, FIELDS)}")
+    return found
 
 
 def to_toml(config: RunConfig) -> str:
