@@ -110,6 +110,10 @@ def test_the_small_table_has_six_figures_at_the_most_and_says_once_what_all_mode
     assert [row[column].value for row in table.rows] == [1, 1 / 2, 1 / 3, 1 / 4]  # pyright: ignore[reportAttributeAccessIssue]
     shared = "weight on more than 7 tokens 0 %, loss 0.375, total weight 1, KL(old || new) 0.125 nats, mean reward 0.5"
     assert same == [f"The same under every mode: {shared}."]
+    by = "gradient norm, cosine: of the gradient by the trained tokens' log-probabilities"
+    assert table.caption == f"Mean of {len(frames.steps)} steps; {by}."
+    table, _ = small_table(read_frames([write_comparison(tmp_path / "none")]), find(read_frames([tmp_path / "none"])))
+    assert table is None or "gradient" not in table.caption
 
 
 def test_the_small_table_of_a_comparison_marks_exactly_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

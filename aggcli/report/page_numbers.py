@@ -16,7 +16,9 @@ from aggcli.report.comparison_tables import ARROWS
 from aggcli.report.effects import ROUNDING, first_outcomes
 from aggcli.report.findings import Findings
 from aggcli.report.markup import Cell, Number, Table
+from aggcli.report.tables import OF_LOG_PROBS
 
+_GRADIENTS = {"gradient_ratio", "gradient_cosine"}
 _MOST = 6
 _PRECISION = 4
 _LONGEST = "weight_share/length_p100"
@@ -107,7 +109,9 @@ def _of_replay(frames: Frames) -> tuple[Table | None, list[str]]:
     heads = ["mode", *(", ".join(filter(None, (named[name], unit.get(name)))) for name in shown)]
     body: list[list[Cell]] = [[label, *(_cell(frame, name) for name in shown)] for label, frame in own.items()]
     steps = plural(len(frames.steps), "step")
-    return Table(f"Mean of {steps}." if len(frames.steps) > 1 else "One step.", heads, body), lines
+    said = f"mean of {steps}" if len(frames.steps) > 1 else "one step"
+    said += f"; {OF_LOG_PROBS}" if _GRADIENTS.intersection(shown) else ""
+    return Table(f"{said[0].upper()}{said[1:]}.", heads, body), lines
 
 
 def _longest(frames: Frames) -> str:

@@ -53,7 +53,7 @@ _LABELS = {
     "weight_share/all_right_groups": "  groups without a wrong rollout",
     "weight_share/all_wrong_groups": "  groups without a right rollout",
 }
-_GRADIENT = "gradient norm, cosine: of the gradient by the trained tokens' log-probabilities"
+OF_LOG_PROBS = "gradient norm, cosine: of the gradient by the trained tokens' log-probabilities"
 """Said where a gradient is shown, which is not the one by the parameters."""
 _OF_THE_BATCH = {
     "samples": "training samples",
@@ -178,7 +178,7 @@ def _mode_tables(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence
         table.add_row("KL and entropy by", *(" / ".join(names) for names in terms))
     loss = _of_modes(_over(steps), head, steps, rules, scale)
     direction = _of_modes("where the weight goes", head, steps, rules, _DIRECTION)
-    by = [_GRADIENT] if _is_shown(head, steps, rules, "grad_norm_log_probs") else []
+    by = [OF_LOG_PROBS] if _is_shown(head, steps, rules, "grad_norm_log_probs") else []
     return [loss and loss[0], direction and direction[0], lines(by), metrics and metrics[0]]
 
 
