@@ -23,7 +23,6 @@ from aggcli.policy.warm_start import default_policy, load_policy, starting_polic
 from aggcli.rollouts.sources import open_source
 from aggcli.rules import Rule
 from aggcli.tasks import SmallTask, Task, make_task
-from aggcli.team import can_fork
 from aggcli.training.loop import Trainer
 from aggcli.training.recorded import Recorded, RecordedSampler, prepared, supervised
 from aggcli.training.report import Reporter
@@ -120,6 +119,17 @@ def need_whole_groups_in(recorded: Recorded, global_batch_size: int | None, rule
         need_groups(batch, rule)
 
 
+def movable(setup: Setup) -> Setup:
+    """The setup with its tensors in main memory, for a process that may have another device; see `arrived`."""
+    return dataclasses.replace(setup, start=setup.start.on(torch.device("cpu")))
+
+
+def arrived(setup: Setup) -> Setup:
+    """The setup on the device that its settings mean here. Raises `SettingError`."""
+    device = device_of(setup.config)
+    return dataclasses.replace(setup, device=device, start=setup.start.on(device))
+
+
 def _placed(initial: Parameters, config: RunConfig, device: torch.device) -> Parameters:
     dtype = DTYPES[config.dtype or "float32"]
     return {name: value.detach().to(device, dtype) for name, value in initial.items()}
@@ -151,14 +161,6 @@ def runs_of(config: RunConfig, rules: Sequence[Rule], seeds: Sequence[int], resp
         objective = config.objective.under(rule.with_divisor(float(response_limit)))
         found += [RunSpec(f"{rule.name}/seed-{seed}", seed, objective, config.training.lr) for seed in seeds]
     return found
-
-
-def processes_of(setup: Setup, runs: int, world: World, before: int | None = None) -> int:
-    """How many processes share the runs, where policies are small, on CPU and not on ranks: those asked for, else as many as
-    `before` (a resumed stack goes on to the bit only on as many), else one a core."""
-    if world.group is not None or not setup.start.is_small or not can_fork():
-        return 1
-    return min(setup.config.training.processes or before or torch.get_num_threads(), runs)
 
 
 def trainer_of(setup: Setup, runs: Sequence[RunSpec], world: World) -> Trainer:

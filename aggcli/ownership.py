@@ -25,7 +25,7 @@ FIGURES = (
 """Every figure that is drawn, in the order of a report; a file of one is its name and an ending."""
 FIGURE_FORMATS = ("png", "svg", "pdf")
 REPORT = "report.html"
-OWN_FILES = (MANIFEST, METRICS, LAYOUTS, TIMINGS, "checkpoint.safetensors")
+OWN_FILES = (*map(re.escape, (MANIFEST, METRICS, LAYOUTS, TIMINGS)), r"checkpoint(-\d+)?\.safetensors")
 OWN_FOLDERS = {
     SAMPLES: r"step-\d+\.parquet",
     "figures": rf"({'|'.join(FIGURES)})\.({'|'.join(FIGURE_FORMATS)})|{re.escape(REPORT)}",
@@ -106,7 +106,7 @@ def contents(directory: Path) -> tuple[list[Path], list[Path]]:
     runs = [directory / name for name in manifest.get("runs", [])]
     with_records = {directory, *runs}
     own_folders = with_records | {parent for run in runs for parent in run.parents if directory in parent.parents}
-    own_file = rf"({'|'.join(map(re.escape, OWN_FILES))}){_BESIDE}"
+    own_file = rf"({'|'.join(OWN_FILES)}){_BESIDE}"
     own, foreign, folders = [], [], [directory]
     while folders:
         folder = folders.pop()

@@ -126,7 +126,7 @@ _SHAPES = {
     **dict.fromkeys(("settings", "environment", "evaluation"), dict),
     **dict.fromkeys(("kind", "command", "mode", "status", "diverged"), str),
     **dict.fromkeys(("arguments", "runs"), list),
-    **dict.fromkeys(("seed", "ranks", "processes"), int),
+    **dict.fromkeys(("seed", "ranks", "shares"), int),
 }
 """Type of each field of a manifest that is read back, where it is there."""
 
@@ -153,8 +153,8 @@ def _check_shapes(directory: Path, manifest: Mapping[str, Any]) -> None:
             raise RecordError(f"{directory}: {name} in its {MANIFEST} is not of type {kind.__name__}")
     if not isinstance(manifest.get("settings", {}).get("seed", 0), int):
         raise RecordError(f"{directory}: seed in the settings of its {MANIFEST} is not of type int")
-    if manifest.get("processes", 1) < 1:
-        raise RecordError(f"{directory}: processes in its {MANIFEST} is {manifest['processes']}, and must be at least 1")
+    if manifest.get("shares", 1) < 1:
+        raise RecordError(f"{directory}: shares in its {MANIFEST} is {manifest['shares']}, and must be at least 1")
     named = manifest.get("runs", ["run"])
     if not named or not all(isinstance(name, str) for name in named):
         raise RecordError(f"{directory}: runs in its {MANIFEST} is not a list of folders")

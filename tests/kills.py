@@ -61,7 +61,7 @@ class Kind:
     """Its writer is a rank, which its launcher may end by SIGKILL whatever signal the launcher had."""
 
 
-_SHARED = ("compare", *SMALL, "--modes=sample_mean,token_mean", "--seeds=1", "--processes=2", "--output=new")
+_SHARED = ("compare", *SMALL, "--modes=sample_mean,token_mean", "--seeds=1", "--workers=2", "--output=new")
 KINDS = {
     "training": Kind(("run", *SMALL, "--output=new"), ("--resume",)),
     "training in 2 processes": Kind(_SHARED, ("--resume",)),

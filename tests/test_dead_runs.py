@@ -125,7 +125,7 @@ def test_a_disk_without_a_byte_left_still_takes_how_the_run_ended(tmp_path: Path
 def test_results_that_are_removed_or_moved_while_a_run_goes_on_are_noticed_at_the_next_record(tmp_path: Path, how: str) -> None:
     small = ["--task=control", "--steps=100000", "--rollout-batch-size=2", "--n-samples-per-prompt=2", "--seeds=1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "aggcli", "compare", *small, "--processes=2", "--output=out"],
+        [sys.executable, "-m", "aggcli", "compare", *small, "--workers=2", "--output=out"],
         cwd=tmp_path, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         env=environment(),
     )  # fmt: skip

@@ -163,13 +163,16 @@ def _apart(first: Path, second: Path) -> tuple[float, float]:
             assert one.keys() == other.keys()
             metrics += [abs(one[name] - other[name]) / max(1, abs(one[name])) for name in one if name != ".micro_batches"]
     assert len(metrics) > 1000
-    ours, again = (load_file(path / "checkpoint.safetensors")["parameters"].astype(float) for path in (first, second))
+    ours, again = (
+        np.concatenate([load_file(share)["parameters"].astype(float) for share in sorted(path.glob("checkpoint*"))])
+        for path in (first, second)
+    )
     return max(metrics), float(np.abs(ours - again).max() / np.abs(ours).max())
 
 
 BOUNDS = {
     "threads": {"float64": 0.0, "float32": 0.0},
-    "processes": {"float64": 1e-14, "float32": 1e-5},
+    "shares": {"float64": 1e-14, "float32": 1e-5},
     "ranks": {"float64": 1e-12, "float32": 1e-4},
 }
 """What the README says, of metrics and of parameters."""
@@ -177,7 +180,7 @@ BOUNDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_threads_processes_and_ranks_change_no_more_than_the_readme_says(tmp_path: Path, dtype: str) -> None:
+def test_threads_shares_and_ranks_change_no_more_than_the_readme_says(tmp_path: Path, dtype: str) -> None:
     def trained(name: str, threads: int, *more: str) -> Path:
         flags = [*TRAINED, "--steps=20", "--modes=sample_mean,token_mean", "--seeds=1", f"--dtype={dtype}", *more]
         told = completed(
@@ -186,10 +189,10 @@ def test_threads_processes_and_ranks_change_no_more_than_the_readme_says(tmp_pat
         assert told.returncode == 0, told.stderr
         return tmp_path / name
 
-    first = trained("first", 1, "--processes=1")
+    first = trained("first", 1, "--launcher=here")
     found = {
-        "threads": _apart(first, trained("threads", 2, "--processes=1")),
-        "processes": _apart(first, trained("processes", 1, "--processes=2")),
+        "threads": _apart(first, trained("threads", 2, "--launcher=here")),
+        "shares": _apart(first, trained("shares", 1, "--workers=2")),
         "ranks": _apart(first, trained("ranks", 1, "--dp=2")),
     }
     for what, (metrics, parameters) in found.items():

@@ -15,7 +15,6 @@ import torch
 from aggcli.cli.main import main
 from aggcli.errors import FAULT, RecordError, doing, told
 from aggcli.rollouts import sources
-from aggcli.team import MemberFailed, Team, together
 from tests.cli import aggcli, completed, refused, write_jsonl
 from tests.fixtures import fx_b
 
@@ -98,17 +97,6 @@ def test_a_replay_that_needs_more_memory_than_there_is_ends_in_one_line_and_exit
     errors = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
     assert len(errors) == 1
     assert errors[0].startswith("aggcli: not enough memory")
-
-
-def test_a_fault_in_a_process_that_shares_the_runs_is_told_as_one_of_this_process() -> None:
-    def work(team: Team) -> None:
-        if team.rank == 1:
-            raise ZeroDivisionError("division by zero")
-        team.everyone(None)
-
-    with pytest.raises(MemberFailed, match=f"^ZeroDivisionError: division by zero; {FAULT}") as caught:
-        together(2, work)
-    assert caught.value.exit_code == 2
 
 
 def test_code_that_is_called_cannot_end_the_program_as_if_all_were_well(capsys, monkeypatch: pytest.MonkeyPatch) -> None:

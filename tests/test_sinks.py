@@ -255,15 +255,15 @@ def test_only_the_root_writes_when_there_are_several_ranks(tmp_path: Path) -> No
 # -- trackio --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", few([1, 2]))
+@pytest.mark.parametrize("shares", few([1, 2]))
 def test_trackio_gets_every_number_of_every_run_as_it_is_under_the_name_of_the_results_and_of_mode_and_seed(
-    capsys, stand_in: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processes: int
+    capsys, stand_in: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shares: int
 ) -> None:
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL"):
         monkeypatch.setenv(name, "https://elsewhere")
     directory = tmp_path / "first"
     arguments = [*COMPARE, "--steps=3", "--log-to=trackio", "--log-to=tensorboard", "--output", directory, "--json"]
-    told = aggcli(capsys, *arguments, "--processes", processes)
+    told = aggcli(capsys, *arguments, "--launcher=here", "--shares", shares)
     assert told.code == 0
     strict_json(told.out)  # nothing that trackio prints is among it
     assert all(line.startswith("note: ") for line in told.err.splitlines())
@@ -318,7 +318,14 @@ def test_what_trackio_cannot_do_is_refused_in_one_line(capsys, stand_in: None, t
 @pytest.mark.slow
 def test_the_real_trackio_holds_what_metrics_jsonl_holds_and_nothing_reaches_the_network_or_stdout(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
-    refuse = "def refuse(*given):\n    os.write(2, f'connects to {given[1:]}'.encode())\n    os._exit(9)\n"
+    refuse = (
+        "connect = socket.socket.connect\n"
+        "def refuse(*given):\n"
+        "    if isinstance(given[0], socket.socket) and given[0].family == socket.AF_UNIX:\n"  # processes of this machine
+        "        return connect(*given)\n"
+        "    os.write(2, f'connects to {given[1:]}'.encode())\n"
+        "    os._exit(9)\n"
+    )
     (tmp_path / "sitecustomize.py").write_text(
         f"import os, socket\n{refuse}socket.socket.connect = socket.getaddrinfo = refuse\n"
     )
@@ -327,7 +334,7 @@ def test_the_real_trackio_holds_what_metrics_jsonl_holds_and_nothing_reaches_the
     own = environment(PYTHONPATH=paths, HF_TOKEN="x", TRACKIO_SPACE_ID="a/b")
 
     def run(steps: int, *more: str) -> None:
-        command = [*COMPARE, "--processes=2", f"--steps={steps}", "--checkpoint-every=2", "--log-to=trackio", "--json"]
+        command = [*COMPARE, "--workers=2", f"--steps={steps}", "--checkpoint-every=2", "--log-to=trackio", "--json"]
         told = completed("-W", "error", "-m", "aggcli", *command, "--output", directory, *more, env=own)
         assert told.returncode == 0, told.stderr
         strict_json(told.stdout)

@@ -73,7 +73,7 @@ def history(directory: Path) -> History:
 
 def test_every_run_of_a_stack_has_a_line_a_rollout_step_with_the_stacks_seconds_runs_and_tokens(tmp_path: Path) -> None:
     began = time.perf_counter()
-    directory = results_of(*COMPARE, "--steps=3", "--processes=1", "--output", tmp_path / "out")
+    directory = results_of(*COMPARE, "--steps=3", "--launcher=here", "--output", tmp_path / "out")
     took = time.perf_counter() - began
     runs = [directory / mode / f"seed-{seed}" for mode in ("sample_mean", "token_mean") for seed in (0, 1)]
     (found,) = {(run / "timings.jsonl").read_text() for run in runs}
@@ -89,8 +89,8 @@ def test_every_run_of_a_stack_has_a_line_a_rollout_step_with_the_stacks_seconds_
 
 
 @pytest.mark.slow
-def test_runs_that_are_shared_out_to_processes_have_the_times_of_their_own(tmp_path: Path) -> None:
-    directory = results_of(*COMPARE, "--steps=3", "--processes=2", "--output", tmp_path / "out")
+def test_runs_of_a_share_have_the_times_of_their_own_stack(tmp_path: Path) -> None:
+    directory = results_of(*COMPARE, "--steps=3", "--shares=2", "--launcher=here", "--output", tmp_path / "out")
     stacks: dict[str, list[Path]] = {}
     for path in directory.glob("*/*/timings.jsonl"):
         stacks.setdefault(path.read_text(), []).append(path.parent)
@@ -158,7 +158,7 @@ def test_a_run_that_diverges_shares_the_steps_that_it_was_in_and_no_others(
     monkeypatch.setattr(grid, "runs_of", one_wild)
     wild = ["--optimizer=sgd", "--clip-grad=0", "--lr=0.01", "--num-iterations=2", "--kl-coef=0.1", "--steps=5"]
     command = ["compare", "--modes=sample_mean,token_mean,constant", "--seeds=1", *FLAGS, *wild, "--no-layout-records"]
-    assert aggcli(capsys, *command, "--processes=1", "--output", tmp_path / "out").code == 1
+    assert aggcli(capsys, *command, "--launcher=here", "--output", tmp_path / "out").code == 1
     gone, tame = (records(tmp_path / "out" / mode / "seed-0" / "timings.jsonl") for mode in ("constant", "token_mean"))
     said = json.loads((tmp_path / "out" / "constant" / "seed-0" / "manifest.json").read_text())["diverged"]
     at = int(said.split("diverged in step ")[1].split(":")[0])

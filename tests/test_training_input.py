@@ -186,9 +186,9 @@ def test_a_resumed_stack_still_knows_which_run_diverged_when_and_why(tmp_path: P
     trainer = grid.trainer_of(setup, _with_a_wild_one(setup, "constant"), ALONE)
     for _ in zip(range(4), trainer.steps(), strict=False):
         pass
-    save(tmp_path, trainer.checkpoint())
+    save(tmp_path / "checkpoint", trainer.checkpoint())
     again = grid.trainer_of(setup, _with_a_wild_one(setup, "constant"), ALONE)
-    found = load(tmp_path)
+    found = load(tmp_path / "checkpoint")
     assert found is not None
     again.restore(found)
     assert [gone.run.mode for gone in again.gone] == ["constant"]
@@ -227,12 +227,12 @@ def test_prompt_mean_asked_for_without_groups_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-def test_processes_that_cannot_be_used_are_said(capsys, tmp_path: Path) -> None:
+def test_workers_that_cannot_be_used_are_said(capsys, tmp_path: Path) -> None:
     wide = [*FLAGS, "--steps=1", "--width=256", "--no-layout-records", "--modes=constant,token_mean", "--seeds=1"]
-    told = aggcli(capsys, "compare", *wide, "--processes=2", "--warm-start", _wide(tmp_path), "--output", tmp_path / "out")
+    told = aggcli(capsys, "compare", *wide, "--workers=2", "--warm-start", _wide(tmp_path), "--output", tmp_path / "out")
     assert told.code == 0, told.err
-    assert "note: --processes 2: the runs stay in one process" in told.err
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["processes"] == 1
+    assert "note: --workers 2: the runs are cut into 1 share, so no more are at work; --shares cuts more" in told.err
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["shares"] == 1
 
 
 def _wide(tmp_path: Path) -> Path:

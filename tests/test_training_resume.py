@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from aggcli.errors import RecordError
-from aggcli.jobs.recording import processes_before
+from aggcli.jobs.recording import shares_before
 from aggcli.training.checkpoint import load, save
 from tests.cli import aggcli, refused, results_of, started
 from tests.train_worker import flags
@@ -29,13 +29,14 @@ FILES = ("metrics.jsonl", "layouts.jsonl")
 
 
 def _start(output: Path, *more: str) -> subprocess.Popen[str]:
-    arms = [f"--modes={','.join(MODES)}", "--seeds=1", "--processes=2"]
+    arms = [f"--modes={','.join(MODES)}", "--seeds=1", "--workers=2"]
     return started("compare", *arms, *FLAGS, f"--steps={STEPS}", "--checkpoint-every=3", "--output", output, *more)
 
 
 def _parameters(directory: Path) -> dict[str, bytes]:
-    with safe_open(directory / "checkpoint.safetensors", "np") as file:
-        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    """Every tensor of the shares' checkpoints, by file and name."""
+    found = {path.name: load_file(path) for path in sorted(directory.glob("checkpoint*"))}
+    return {f"{share} {name}": value.numpy().tobytes() for share, tensors in found.items() for name, value in tensors.items()}
 
 
 def _same_results(directory: Path, undisturbed: Path) -> None:
@@ -104,12 +105,13 @@ def test_ctrl_c_finishes_the_step_exits_130_and_resumes_bit_for_bit(tmp_path: Pa
     assert f"go on with --resume --output {directory}" in errors
     for where in (directory, directory / MODES[1] / "seed-0"):
         assert json.loads((where / "manifest.json").read_text())["status"] == "interrupted"
-    done = _lines(directory / MODES[1] / "seed-0" / "metrics.jsonl")
-    assert 10 <= done < STEPS
+    done = sorted({_lines(directory / mode / "seed-0" / "metrics.jsonl") for mode in MODES})
+    assert 10 <= done[-1] < STEPS
     process = _start(directory, "--resume")
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert f"resuming {directory} at step {done}" in errors, "nothing that was recorded is done again"
+    where = f"step {done[0]}" if len(done) == 1 else f"steps {done[0]} to {done[1]}"
+    assert f"resuming {directory} at {where}\n" in errors, "nothing that was recorded is done again"
     _same_results(directory, undisturbed)
 
 
@@ -207,23 +209,24 @@ def test_records_that_are_gone_are_not_gone_on_with(capsys, five: Path, tmp_path
     assert "metrics.jsonl: is missing, so what was done before step 5 cannot be kept" in said
 
 
-def test_a_directory_from_before_runs_were_shared_out_goes_on_in_one_process(five: Path, tmp_path: Path) -> None:
+def test_a_directory_from_before_runs_were_cut_into_shares_goes_on_as_one(five: Path, tmp_path: Path) -> None:
     directory = _copy(five, tmp_path)
     manifest = json.loads((directory / "manifest.json").read_text())
-    assert manifest.pop("processes") == 1
+    assert manifest.pop("shares") == 1
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    assert processes_before(directory) == 1
-    (directory / "manifest.json").write_text(json.dumps({**manifest, "processes": 3}))
-    assert processes_before(directory) == 3
+    assert shares_before(directory) == 1
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "shares": 3}))
+    assert shares_before(directory) == 3
     (tmp_path / "blank").mkdir()
-    assert processes_before(tmp_path / "blank") is None
+    assert shares_before(tmp_path / "blank") is None
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     five: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = _copy(five, tmp_path)
-    before, found = _parameters(directory), load(directory)
+    path = directory / "checkpoint.safetensors"
+    before, found = _parameters(directory), load(path)
     assert found is not None
 
     def full(path: Path, content: bytes) -> int:
@@ -235,7 +238,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     with pytest.raises(
         RecordError, match=r"checkpoint\.safetensors: cannot be written \(No space left on device\); the one before"
     ):
-        save(directory, found)
+        save(path, found)
     assert _parameters(directory) == before
     assert not list(directory.glob("*.tmp"))
 
@@ -256,8 +259,8 @@ def _resumed(capsys, directory: Path, *more: str) -> str:
         ({"settings": ...}, "manifest.json has no settings, so it is not known what to go on with"),
         ({"command": ...}, "manifest.json has no command"),
         ({"command": 3}, "command in its manifest.json is not of type str"),
-        ({"processes": "two"}, "processes in its manifest.json is not of type int"),
-        ({"processes": -1}, "processes in its manifest.json is -1"),
+        ({"shares": "two"}, "shares in its manifest.json is not of type int"),
+        ({"shares": -1}, "shares in its manifest.json is -1"),
         ({"settings": {"lr": {}}}, "--lr {}: must be of type float"),
     ],
 )

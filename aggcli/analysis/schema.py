@@ -286,7 +286,7 @@ _MANIFEST = (
         required=True,
     ),
     Field("ranks", WHOLE, "ranks that shared each run", "the run", "ranks"),
-    Field("processes", WHOLE, "training: processes that the runs were shared out to", "all runs", "processes"),
+    Field("shares", WHOLE, "training: stacks that the runs were cut into, each with its own checkpoint", "all runs", "shares"),
     Field("status", _one_of("running", "done", "interrupted", "failed"), "how it ended, if it did", required=True),
     Field("diverged", TEXT, "training run: when and why it trained no further"),
     Field("diverged_step", WHOLE, "training run: the rollout step in which it diverged"),

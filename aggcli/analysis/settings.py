@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from aggcli.analysis.histories import History
-from aggcli.config import unread_settings
+from aggcli.config import LAUNCH_SETTINGS, unread_settings
 from aggcli.errors import some
 from aggcli.measurement.words import plural
 from aggcli.rules import RULE_SETTINGS, recorded_rule
 
 _THE_MODE = frozenset({"loss_aggregation", "calculate_per_token_loss"})
 _BOOKKEEPING = frozenset(
-    {"seed", "seeds", "modes", "layouts", "layout_records", "checkpoint_every", "log_correct_samples", "log_to", "processes"}
+    {"seed", "seeds", "modes", "layouts", "layout_records", "checkpoint_every", "log_correct_samples", "log_to"}
+    | {*LAUNCH_SETTINGS}
 )
 """Settings that change what is recorded and where, or which run of a comparison it is, and no number of the run itself."""
 _NOT_IDENTITY = frozenset({"steps", "device", "config"})

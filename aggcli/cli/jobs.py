@@ -92,9 +92,10 @@ def _replayed(request: ReplayRequest, world: World) -> ReplayResult | None:
 
 def training_command(request: TrainingRequest, *, json: bool) -> int:
     """Train on the ranks that the layout asks for, and print. Returns the exit code; raises `CheckFailed`."""
-    from aggcli.jobs.training import refuse, train
+    from aggcli.jobs.training import refuse, train, warm_up
     from aggcli.jobs.training_words import closing_notes, draw_curves
 
+    warm_up(request)
     refuse(request)
     result = on_ranks(request.config, lambda config, world: train(dataclasses.replace(request, config=config), world))
     if result is None:

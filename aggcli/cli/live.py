@@ -14,7 +14,7 @@ from aggcli.jobs.listening import Item, Listener, heard_by
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from aggcli.jobs.listening import Show
+    from aggcli.jobs.listening import Progress, Show
 
 Runs = Sequence[tuple[str, Mapping[str, float | None]]]
 """(mode, numbers) of runs in their last optimizer step."""
@@ -33,8 +33,8 @@ class Terminal(Listener):
     def follow(self, items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
         return progress(items, total, what)
 
-    def training(self, steps: int, done: int) -> AbstractContextManager[Show]:
-        return training_table(steps, done)
+    def training(self, steps: int, shares: int) -> AbstractContextManager[Show]:
+        return training_table(steps, shares)
 
 
 class _Keeping(Terminal):
@@ -60,22 +60,34 @@ def notes_after() -> Iterator[None]:
 
 
 @contextmanager
-def training_table(steps: int, done: int) -> Iterator[Show]:
-    """A function that shows a finished step, a row a mode; silent when stderr is not a terminal."""
+def training_table(steps: int, shares: int) -> Iterator[Show]:
+    """A function that shows a finished step, a row a mode and a line a share; silent when stderr is not a terminal."""
     if not is_terminal():
-        yield lambda step, runs, rate: None
+        yield lambda share, progress: None
         return
     from rich.console import Console
     from rich.live import Live
 
-    began = time.perf_counter()
+    latest, begun = dict[int, Progress](), dict[int, tuple[float, int]]()
     with Live(console=Console(stderr=True), refresh_per_second=4, transient=True) as live:
 
-        def show(step: int, runs: Runs, rate: float) -> None:
-            left = (time.perf_counter() - began) / max(step - done, 1) * (steps - step)
-            live.update(_table(f"step {step}/{steps}", runs, f"{rate:,.0f} tokens/s, {left:.0f} s left"))
+        def show(share: int, progress: Progress) -> None:
+            latest[share] = progress
+            begun.setdefault(share, (time.perf_counter(), progress.step))
+            named = [(f"share {at + 1}: " if shares > 1 else "", at) for at in sorted(latest)]
+            lines = [f"{name}{_line(latest[at], steps, *begun[at])}" for name, at in named]
+            live.update(_table("mode", [run for one in latest.values() for run in one.runs], "\n".join(lines)))
 
         yield show
+
+
+def _line(progress: Progress, steps: int, since: float, first: int) -> str:
+    """How far a share is, and how long it still takes by the steps done since its `first` was."""
+    told = f"step {progress.step}/{steps}, {progress.rate:,.0f} tokens/s"
+    if progress.step == first:
+        return told
+    left = (time.perf_counter() - since) / (progress.step - first) * (steps - progress.step)
+    return f"{told}, {left:.0f} s left"
 
 
 def _table(head: str, runs: Runs, caption: str) -> Table:

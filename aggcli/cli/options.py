@@ -26,6 +26,7 @@ _PANELS = {
     "ObjectiveConfig": "Loss",
     "LayoutConfig": "Layout",
     "TrainingConfig": "Training",
+    "LaunchConfig": "Where it runs",
     "RunConfig": "Settings",
     "SyntheticConfig": "Synthetic rollouts (--rollouts synthetic)",
 }
@@ -75,7 +76,7 @@ CheckDeterminismOption = Annotated[
     typer.Option(
         "--check-determinism",
         help="Run twice and compare the records byte for byte. Exit code 1 where they differ. On one machine, with the same"
-        " versions, OMP_NUM_THREADS, --processes, --dp and --cp, nothing may differ but timings; across those, the last bits"
+        " versions, OMP_NUM_THREADS, --shares, --dp and --cp, nothing may differ but timings; across those, the last bits"
         " may (README, What may differ).",
     ),
 ]

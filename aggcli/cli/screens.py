@@ -62,7 +62,7 @@ SCREENS: dict[str, Screen] = {
         {
             "What to train": ("paths", "modes", *_TRAINED),
             "Loss": _LOSS,
-            "Machine": ("device", "processes", "dp"),
+            "Machine": ("device", "launcher", "workers", "dp"),
             "Output": ("output", "overwrite", "resume", "config", "json"),
         },
         ("aggcli train --modes sample_mean,token_mean --seeds 5", "aggcli train --recipe dapo --steps 60"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from aggcli.config.checks import flag, reward_weights
 from aggcli.config.flat import (
     FIELDS,
+    LAUNCH_SETTINGS,
     RECIPES,
     SOURCE_SETTINGS,
     SYNTHETIC_SETTINGS,
@@ -21,6 +22,7 @@ from aggcli.config.flat import (
 from aggcli.config.sections import (
     DEFAULT_LAYOUTS,
     SINKS,
+    LaunchConfig,
     LayoutConfig,
     ObjectiveConfig,
     RunConfig,
@@ -33,11 +35,13 @@ from aggcli.config.toml import read_toml, to_toml
 __all__ = [
     "DEFAULT_LAYOUTS",
     "FIELDS",
+    "LAUNCH_SETTINGS",
     "RECIPES",
     "SINKS",
     "SOURCE_SETTINGS",
     "SYNTHETIC_SETTINGS",
     "TRAINING_SETTINGS",
+    "LaunchConfig",
     "LayoutConfig",
     "ObjectiveConfig",
     "RunConfig",

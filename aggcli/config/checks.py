@@ -54,6 +54,14 @@ def check(config: RunConfig) -> None:
         "between -1 and 1",
     )
     _check_training(config.training, config.source.rollouts)
+    for name in ("workers", "shares"):
+        value = getattr(config.launch, name)
+        _need(name, value, value is None or value >= 1, "at least 1")
+    if config.launch.launcher not in (None, "here") and layout.dp * layout.cp > 1:
+        raise SettingError(
+            f"--launcher {config.launch.launcher}: ranks (--dp {layout.dp} --cp {layout.cp}) share every run, and are started"
+            " by aggcli itself or by torchrun; leave one of the two out"
+        )
     for name in ("synthetic_length", "synthetic_length_sigma", "synthetic_off_policy"):
         value = getattr(synthetic, name)
         _need(name, value, 0 <= value < math.inf, "a finite number of at least 0")
@@ -65,7 +73,7 @@ def _check_training(training: TrainingConfig, rollouts: tuple[str, ...]) -> None
     if training.train and not rollouts:
         raise SettingError("--train trains on recorded rollouts: give --rollouts PATH, or leave --train out to train on --task")
     whole = ("steps", "rollout_batch_size", "n_samples_per_prompt", "num_iterations", "checkpoint_every")
-    for name in (*whole, "task_digits", "dynamic_sampling_rounds", "layers", "width", "heads", "seeds", "processes"):
+    for name in (*whole, "task_digits", "dynamic_sampling_rounds", "layers", "width", "heads", "seeds"):
         value = getattr(training, name)
         _need(name, value, value is None or value >= 1, "at least 1")
     for name in ("temperature", "lr", "adam_eps"):

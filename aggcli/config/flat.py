@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from aggcli.config.checks import check, flag
-from aggcli.config.sections import RunConfig, SourceConfig, SyntheticConfig, TrainingConfig
+from aggcli.config.sections import LaunchConfig, RunConfig, SourceConfig, SyntheticConfig, TrainingConfig
 from aggcli.errors import SettingError, nearest
 from aggcli.rules import CONSTANT, DEFAULT, PROMPT_MEAN, SAMPLE_MEAN, TOKEN_MEAN, Rule, find_rule
 
@@ -42,6 +42,7 @@ FIELDS = _flat_fields(RunConfig)
 """Every setting by its flat name, with its type."""
 _RULE_SETTINGS = {name: hint for name, hint in FIELDS.items() if hint in (Rule, tuple[Rule, ...] | None)}
 TRAINING_SETTINGS, SYNTHETIC_SETTINGS = tuple(_flat_fields(TrainingConfig)), tuple(_flat_fields(SyntheticConfig))
+LAUNCH_SETTINGS = tuple(_flat_fields(LaunchConfig))
 SOURCE_SETTINGS = tuple(name for name in _flat_fields(SourceConfig) if name not in SYNTHETIC_SETTINGS)
 """The settings of recorded rollouts: for commands that read them and do nothing else."""
 
@@ -50,7 +51,7 @@ def unread_settings(*, trains: bool, rollouts: Sequence[str] = ()) -> dict[str, 
     """Settings that a run has no use for, each with the reason. `rollouts`: the recorded ones that it reads, if any."""
     useless: dict[str, str] = {}
     if not trains:
-        useless |= dict.fromkeys(TRAINING_SETTINGS, "only training uses it")
+        useless |= dict.fromkeys((*TRAINING_SETTINGS, "shares"), "only training uses it")
     if rollouts and tuple(rollouts) != ("synthetic",):
         useless |= dict.fromkeys(SYNTHETIC_SETTINGS, "only --rollouts synthetic uses it")
     if not rollouts:

@@ -226,13 +226,24 @@ class TrainingConfig:
     shipped."""
     device: str = "auto"
     """cpu, cuda, cuda:1 or auto. auto: cuda where there is one."""
-    processes: int | None = None
-    """Processes that share the runs, on CPU. Default: one for each of torch's threads (OMP_NUM_THREADS, else the cores), at
-    most one per run; a run stays in one. Policies of width 256 and more run in one process."""
     checkpoint_every: int = 20
     """Rollout steps between checkpoints."""
     layout_records: bool = True
     """Evaluate steps under every layout, and record it. The first step, the last, and each before a checkpoint."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Where the work runs. It changes no number: shares that are cut in the same way give the same records anywhere."""
+
+    launcher: Literal["here", "processes"] | None = None
+    """Where shares run: here or processes. One after another in this process, or in processes of this machine.
+    Default: processes where small policies are trained on several cores, else here."""
+    workers: int | None = None
+    """Processes at work at a time. Default: one for each of torch's threads (OMP_NUM_THREADS, else the cores)."""
+    shares: int | None = None
+    """Shares that the runs are cut into. Each has a checkpoint of its own; a run stays in one share. Default: one for each
+    worker, at most one per run; one with --launcher here, on a GPU, and for policies of width 256 and more."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +254,7 @@ class RunConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     recipe: Literal["grpo", "dapo", "dr_grpo"] | None = None
     """Loss settings of a paper. Single flags win over it."""
     modes: tuple[Rule, ...] | None = None

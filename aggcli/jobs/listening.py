@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
-Show = Callable[[int, Sequence[tuple[str, Mapping[str, float | None]]], float], None]
-"""Told of a finished step: (steps done, (mode, numbers) of each run, response tokens a second)."""
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a share of a training job is: rollout steps done, response tokens a second in the last of them, and (mode,
+    numbers) of its runs in their last optimizer step, where somebody looks at them."""
+
+    step: int
+    rate: float
+    runs: Sequence[tuple[str, Mapping[str, float | None]]] = ()
+
+
+Show = Callable[[int, Progress], None]
+"""Told of a finished step of a share: (number of the share, how far it is)."""
 
 
 class Listener:
@@ -28,9 +40,9 @@ class Listener:
         """`items`, whose progress may be shown."""
         yield from items
 
-    def training(self, steps: int, done: int) -> AbstractContextManager[Show]:
-        """A function to be told each finished step of a training job that has done `done` of `steps`."""
-        return nullcontext(lambda step, runs, rate: None)
+    def training(self, steps: int, shares: int) -> AbstractContextManager[Show]:
+        """A function to be told each finished step of a training job of so many shares, each of `steps` steps."""
+        return nullcontext(lambda share, progress: None)
 
 
 _LISTENER: ContextVar[Listener] = ContextVar("who listens to jobs", default=Listener())  # noqa: B039 (it holds nothing)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aggcli import ownership, records
-from aggcli.config import to_flat, to_toml
+from aggcli.config import LAUNCH_SETTINGS, to_flat, to_toml
 from aggcli.errors import RecordError
 from aggcli.run_writer import RunWriter, end_all, say_status
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aggcli.training.stack import RunSpec
     from aggcli.world import World
 
-FREE_ON_RESUME = ("steps", "processes", "log_to")
+FREE_ON_RESUME = ("steps", "log_to", *(name for name in LAUNCH_SETTINGS if name != "shares"))
 """Settings that a resumed run may change."""
 
 
@@ -68,21 +68,20 @@ def _chosen_directory(request: TrainingRequest) -> Path:
     return request.output
 
 
-def processes_before(directory: Path) -> int | None:
-    """On how many processes the runs in a results directory were trained; None where none was."""
-    return None if ownership.is_blank(directory) else records.read_manifest(directory).get("processes", 1)
+def shares_before(directory: Path) -> int | None:
+    """Into how many shares the runs in a results directory were cut; None where none was begun."""
+    return None if ownership.is_blank(directory) else records.read_manifest(directory).get("shares", 1)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What is the same for all runs of a stack, wherever they are trained. `resume_at`: the rollout step to go on from."""
+    """What is the same for all runs of a job, wherever they are trained. `shares`: the stacks that the runs are cut into."""
 
     request: TrainingRequest
     setup: Setup
     runs: Sequence[RunSpec]
     directory: Path
-    processes: int
-    resume_at: int | None
+    shares: int
 
     @contextmanager
     def recorded(self, world: World) -> Iterator[dict[str, Any]]:
@@ -109,8 +108,9 @@ class Stack:
         say_status(self.directory, manifest | found, None)
 
     @contextmanager
-    def writers(self, runs: Sequence[RunSpec], world: World) -> Iterator[dict[str, RunWriter]]:
-        """One writer for each of these runs at the root of the world; none elsewhere."""
+    def writers(self, runs: Sequence[RunSpec], world: World, resume_at: int | None) -> Iterator[dict[str, RunWriter]]:
+        """One writer for each of these runs at the root of the world; none elsewhere. `resume_at`: the rollout step that they
+        go on from, None where they begin."""
         from aggcli import sinks
 
         if not world.is_root:
@@ -124,7 +124,7 @@ class Stack:
                 folder = self.directory / run.name
                 if folder != self.directory and not records.is_inside(self.directory, run.name):
                     raise RecordError(f"{folder}: leads out of the results directory; replace the link by what it stands for")
-                return RunWriter(folder, _manifest(run, shared), self.resume_at, open_sinks, timed=True)
+                return RunWriter(folder, _manifest(run, shared), resume_at, open_sinks, timed=True)
 
             yield {run.name: stack.enter_context(opened(run)) for run in runs}
 
@@ -144,7 +144,7 @@ class Stack:
             "length_unit": "tokens",
             "environment": records.environment(str(self.setup.device), torch.get_num_threads()),
             "ranks": world.size,
-            "processes": self.processes,
+            "shares": self.shares,
         }
 
 

@@ -1,5 +1,4 @@
-"""Training: modes x seeds as one stack, recorded, with checkpoints, shared out to the processes of this machine or the ranks of
-a world."""
+"""Training: modes x seeds, cut into shares; each is a stack with records and a checkpoint, run wherever a launcher puts it."""
 
 from __future__ import annotations
 
@@ -7,18 +6,20 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from aggcli.config import RunConfig
-from aggcli.errors import RecordError, RolloutError, SettingError, some
+from aggcli.errors import RecordError, RolloutError, SettingError, some, told
 from aggcli.jobs import recording
-from aggcli.jobs.listening import Listener, Show, listener, say
+from aggcli.jobs.listening import Listener, Progress, listener, say
 from aggcli.jobs.training_words import foretell, summary_of
+from aggcli.measurement.words import plural
+from aggcli.records import MANIFEST
 from aggcli.report.notebook import Shown
 
 if TYPE_CHECKING:
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from aggcli.analysis.answer import Answer
     from aggcli.analysis.study import Study
     from aggcli.grid import Setup
+    from aggcli.launch import Launcher, Link
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.rules import Rule
     from aggcli.run_writer import RunWriter
-    from aggcli.team import Team
     from aggcli.training.loop import BrokenRun, TrainedStep, Trainer
     from aggcli.training.stack import RunSpec
     from aggcli.world import World
@@ -57,14 +58,14 @@ class TrainingRequest:
 @dataclass(frozen=True)
 class TrainingResult(Shown):
     """What training ended with. `summary`: each finished run on fresh prompts, or the last step's numbers on recorded rollouts;
-    `shares`: how each process's share went; `directory`: where it is recorded; `accuracy_before`: of the policy before
+    `shares`: how each share went; `directory`: where it is recorded; `accuracy_before`: of the policy before
     training, on the first seed's fresh prompts, None where there are none."""
 
     request: TrainingRequest
     setup: Setup
     runs: Sequence[RunSpec]
     summary: Mapping[str, Any]
-    shares: Sequence[Share]
+    shares: Sequence[Trained]
     directory: Path
     accuracy_before: float | None = None
 
@@ -167,22 +168,30 @@ def refuse(request: TrainingRequest) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process stands: a rank of a world that shares every run, or a member of a team that shares the runs out."""
+class TrainingShare:
+    """What is to be done of a training job at one place: number `number` of the `shares` that its `runs` are cut into.
 
+    `is_shown`: whether somebody looks at the numbers of the runs while they train; `world`: the ranks that share every run.
+    """
+
+    request: TrainingRequest
+    setup: Setup
+    runs: Sequence[RunSpec]
+    directory: Path
+    number: int
+    shares: int
+    is_shown: bool
     world: World
-    team: Team
 
     @property
-    def speaks(self) -> bool:
-        """Whether this is the process that tells the user, and keeps what is the whole stack's."""
-        return self.world.is_root and self.team.is_root
+    def own_runs(self) -> Sequence[RunSpec]:
+        return self.runs[self.number :: self.shares]
 
 
 @dataclass
-class Share:
-    """How the share of one process went: how far layouts were apart in checked steps (run, number, comparison), which runs
-    diverged, steps without a signal and steps in which wrong answers are told apart, and each finished run on fresh prompts."""
+class Trained:
+    """How a share went: how far layouts were apart in checked steps (run, number, comparison), which runs diverged, steps
+    without a signal and steps in which wrong answers are told apart, and each finished run on fresh prompts."""
 
     layouts: list[tuple[str, int, LayoutComparison]] = dataclasses.field(default_factory=list)
     diverged: list[str] = dataclasses.field(default_factory=list)
@@ -191,10 +200,31 @@ class Share:
     final: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
 
 
+IMPORTED = ("torch", "aggcli.grid", "aggcli.jobs.training", "safetensors.torch", "aggcli.sinks")
+"""What the share of a training job imports."""
+
+
+def warm_up(request: TrainingRequest) -> None:
+    """Start what the shares will be forked from, where they may be: it takes as long as this process takes for its imports."""
+    from aggcli.launch import processes
+
+    launch, training, layout = request.config.launch, request.config.training, request.config.layout
+    if layout.dp * layout.cp > 1 or "WORLD_SIZE" in os.environ:
+        return
+    default = training.device in ("auto", "cpu") and min(launch.workers or processes.cores(), launch.shares or 2) > 1
+    if len(request.modes) * len(request.seeds) > 1 and (
+        launch.launcher == "processes" or (launch.launcher is None and default)
+    ):
+        processes.warm_up(IMPORTED)
+
+
 def train(request: TrainingRequest, world: World | None = None) -> TrainingResult | None:
-    """Train at a rank of a world (default: this process, and those that it shares the runs out to). None where this is not the
-    root of the world. Raises `SettingError`, `RolloutError`, `RecordError`, and `KeyboardInterrupt` once it was told to stop.
+    """Train at a rank of a world (default: this process, and wherever its shares are launched). None where this is not the
+    root of the world. Raises `SettingError`, `RolloutError`, `RecordError`, `ShareFailed`, and `KeyboardInterrupt` once it was
+    told to stop.
     """
+    if world is None:
+        warm_up(request)
     refuse(request)
     from aggcli import world as worlds
 
@@ -203,8 +233,7 @@ def train(request: TrainingRequest, world: World | None = None) -> TrainingResul
 
 def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
     from aggcli import grid
-    from aggcli.team import together
-    from aggcli.training.checkpoint import load, need_fit
+    from aggcli.launch import launcher_of
 
     setup = grid.set_up(request.config)
     for note in setup.recorded.notes if setup.recorded is not None else ():
@@ -214,42 +243,99 @@ def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
     if request.command == "run":
         runs = [dataclasses.replace(run, name=".") for run in runs]
     directory = recording.directory_of(request, world)
-    checkpoint = load(directory) if request.resume else None
-    done = 0 if checkpoint is None else checkpoint.step
-    if done > request.config.training.steps:
-        raise RecordError(f"--steps {request.config.training.steps}: the run in {directory} has done {done} already")
-    processes = grid.processes_of(setup, len(runs), world, recording.processes_before(directory) if request.resume else None)
-
-    def trained(team: Team) -> Share:
-        mine = runs[team.rank :: team.size]
-        trainer = grid.trainer_of(setup, mine, world)
-        if checkpoint is not None:
-            need_fit(directory, checkpoint, [run.name for run in runs], trainer.checkpoint().tensors)
-            trainer.restore(checkpoint.of([run.name for run in mine]))
-        return _share(request, setup, mine, trainer, stack, Place(world, team))
-
+    place = _place(setup, len(runs), world, recording.shares_before(directory) if request.resume else None)
+    resumed = _resumed(request, directory, place.shares) if request.resume else ""
     before: float | None = None
     with setup.start.threads():
         if request.config.training.match == "grad-norm":
             runs = grid.matched_rates(setup, runs, world)
         if world.is_root:
-            _say_processes(request.config.training.processes, processes, len(runs))
-            before = foretell(request, setup, runs, directory, resumed_at=done if request.resume else None)
-        stack = recording.Stack(request, setup, runs, directory, processes, done if request.resume else None)
+            before = foretell(request, setup, runs, directory, resumed)
+        launched = setup if place.launcher == "here" else grid.movable(setup)
+        of_all = (request, launched, runs, directory)
+        shares = [
+            TrainingShare(*of_all, number, place.shares, listener().wants_numbers, world) for number in range(place.shares)
+        ]
+        stack = recording.Stack(request, setup, runs, directory, place.shares)
         with stack.recorded(world) as manifest:
-            shares = together(processes, trained)
-            summary = summary_of(setup, runs, shares, directory) if world.is_root else {}
+            done = _launched(launcher_of(place.launcher, place.workers, IMPORTED), shares)
+            summary = summary_of(setup, runs, done, directory) if world.is_root else {}
             manifest["final"] = summary
-    return TrainingResult(request, setup, runs, summary, shares, directory, before) if world.is_root else None
+    return TrainingResult(request, setup, runs, summary, done, directory, before) if world.is_root else None
 
 
-def _say_processes(asked: int | None, processes: int, runs: int) -> None:
-    if asked is not None and processes < min(asked, runs):
-        say(
-            f"--processes {asked}: the runs stay in one process, since ranks, a GPU or a wide policy use the machine themselves"
-        )
-    if processes > 2 * (os.cpu_count() or 1):
-        say(f"{processes} processes on {os.cpu_count()} cores: more than one a core only costs time and memory")
+@dataclass(frozen=True)
+class _Place:
+    """Where a job's shares run, into how many its runs are cut, and how many of those are at work at a time."""
+
+    launcher: str
+    shares: int
+    workers: int
+
+
+def _place(setup: Setup, runs: int, world: World, before: int | None) -> _Place:
+    """The place that the settings mean. `before`: the shares of a job that is resumed, which goes on to the bit only in as
+    many."""
+    import torch
+
+    from aggcli.launch.processes import can_fork_from_server
+
+    launch = setup.config.launch
+    if world.group is not None:
+        return _Place("here", 1, 1)
+    workers = launch.workers or torch.get_num_threads()
+    spreads = setup.start.is_small and launch.launcher != "here"
+    shares = min(launch.shares or before or (workers if spreads else 1), runs)
+    spreads = spreads and can_fork_from_server() and min(workers, shares) > 1
+    if launch.workers is not None and shares < min(workers, runs):
+        say(f"--workers {workers}: the runs are cut into {plural(shares, 'share')}, so no more are at work; --shares cuts more")
+    if min(workers, shares) > 2 * (os.cpu_count() or 1):
+        say(f"{workers} workers on {os.cpu_count()} cores: more than one a core only costs time and memory")
+    return _Place(launch.launcher or ("processes" if spreads else "here"), shares, min(workers, shares))
+
+
+def _resumed(request: TrainingRequest, directory: Path, shares: int) -> str:
+    """The steps that the shares of a job go on from, in words. Raises `RecordError` where one has done more than is asked for,
+    and for a damaged checkpoint."""
+    from aggcli.training.checkpoint import checkpoint_of, steps_done
+
+    done = [steps_done(checkpoint_of(directory, share, shares)) for share in range(shares)]
+    if max(done) > request.config.training.steps:
+        raise RecordError(f"--steps {request.config.training.steps}: the run in {directory} has done {max(done)} already")
+    return f"step {min(done)}" if len(set(done)) == 1 else f"steps {min(done)} to {max(done)}"
+
+
+def _launched(launcher: Launcher, shares: Sequence[TrainingShare]) -> list[Trained]:
+    """Every share, run at its place. Once all have ended, raises `KeyboardInterrupt` where one was told to stop, else the error
+    of the first that failed."""
+    share, steps = shares[0], dict[int, int]()
+    speaks = share.world.is_root
+    with (
+        _stop_requested(launcher, share.world) as asked,
+        (listener() if speaks else Listener()).training(share.request.config.training.steps, len(shares)) as show,
+    ):
+
+        def hear(number: int, message: Progress | str | Exception) -> None:
+            if isinstance(message, Progress):
+                steps[number] = message.step
+                show(number, message)
+            elif isinstance(message, Exception):
+                say(f"{told(message)[1]}; the other shares go on")
+            elif speaks:
+                say(message)
+
+        outcomes = list(launcher.run(trained, shares, hear))
+    if any(outcome.is_interrupted for outcome in outcomes):
+        if speaks and len(asked) == 1 and steps:
+            number = (
+                f"{min(steps.values())}" if len({*steps.values()}) == 1 else f"{min(steps.values())} to {max(steps.values())}"
+            )
+            say(f"stopped after {number} steps; go on with --resume --output {share.directory}")
+        raise KeyboardInterrupt
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.result for outcome in outcomes]
 
 
 def _with_groups(request: TrainingRequest, setup: Setup, world: World) -> tuple[Rule, ...]:
@@ -271,96 +357,72 @@ def _with_groups(request: TrainingRequest, setup: Setup, world: World) -> tuple[
     return request.modes
 
 
-def _share(
-    request: TrainingRequest,
-    setup: Setup,
-    runs: Sequence[RunSpec],
-    trainer: Trainer,
-    stack: recording.Stack,
-    place: Place,
-) -> Share:
-    """Train and evaluate the runs of this process."""
+def trained(share: TrainingShare, link: Link) -> Trained:
+    """Train and evaluate the runs of a share, or go on with them: its records and its checkpoint say how far they are."""
     from aggcli import grid
+    from aggcli.training.checkpoint import checkpoint_of, load, need_fit, save
 
-    with stack.writers(runs, place.world) as writers:
-        share = _loop(trainer, writers, stack, request, place)
-        if setup.task is not None and trainer.runs:
-            final = grid.evaluate(setup, trainer.policy, [run.seed for run in trainer.runs])
-            share.final = {run.name: dataclasses.asdict(found) for run, found in zip(trainer.runs, final, strict=True)}
-        for name in share.final.keys() & writers.keys():
-            writers[name].manifest["evaluation"] = share.final[name]
-    return share
-
-
-@dataclass(frozen=True)
-class _News:
-    """What a process tells the others after each step: whether it was asked to stop, how far its runs are, and what of them is
-    shown: response tokens a second, and their numbers."""
-
-    stop: bool
-    step: int
-    finished: bool
-    rate: float
-    shown: list[tuple[str, Mapping[str, float | None]]]
-    diverged: list[str]
+    request, world, runs = share.request, share.world, share.own_runs
+    setup, path = grid.arrived(share.setup), checkpoint_of(share.directory, share.number, share.shares)
+    with setup.start.threads():
+        trainer = grid.trainer_of(setup, runs, world)
+        goes_on = world.broadcast(request.resume or any((share.directory / run.name / MANIFEST).exists() for run in runs))
+        checkpoint = load(path) if goes_on else None
+        if checkpoint is not None:
+            need_fit(path, checkpoint, [run.name for run in runs], trainer.checkpoint().tensors)
+            trainer.restore(checkpoint)
+        stack = recording.Stack(request, setup, share.runs, share.directory, share.shares)
+        with stack.writers(runs, world, trainer.step if goes_on else None) as writers:
+            done = _loop(trainer, writers, share, link, lambda: save(path, trainer.checkpoint()))
+            if setup.task is not None and trainer.runs:
+                final = grid.evaluate(setup, trainer.policy, [run.seed for run in trainer.runs])
+                done.final = {run.name: dataclasses.asdict(found) for run, found in zip(trainer.runs, final, strict=True)}
+            for name in done.final.keys() & writers.keys():
+                writers[name].manifest["evaluation"] = done.final[name]
+    return done
 
 
 def _loop(
-    trainer: Trainer, writers: dict[str, RunWriter], stack: recording.Stack, request: TrainingRequest, place: Place
-) -> Share:
-    """Train this process's runs to the end, in step with the other processes. Raises `KeyboardInterrupt` when told to stop."""
-    share = Share()
-    old = _diverged(trainer.gone, writers) if place.world.is_root else []
-    share.diverged += old
-    steps, every = trainer.steps(), request.config.training.checkpoint_every
-    with _stop_requested(place) as stop, _shown(request, trainer, place) as show:
-        while True:
-            done = next(steps, None)
-            new = _record(trainer, done, writers, share) if done is not None and place.world.is_root else []
-            stopping = any(place.world.everyone(bool(stop)))
-            rate, shown = (0.0, []) if done is None else (done.tokens / done.seconds, _numbers(done))
-            news = place.team.everyone(_News(stopping, trainer.step, done is None, rate, shown, old + new))
-            old = []
-            if place.speaks:
-                for text in [text for one in news for text in one.diverged]:
-                    say(text)
-            if all(one.finished for one in news):
-                return share
-            step, stopping = max(one.step for one in news), any(one.stop for one in news)
-            show(step, [run for one in news for run in one.shown], sum(one.rate for one in news))
-            if stopping or step % every == 0 or step == request.config.training.steps:
-                _save(trainer, stack, place)
-            if stopping:
-                if place.speaks:
-                    say(f"stopped after {step} steps; go on with --resume --output {stack.directory}")
-                raise KeyboardInterrupt
-
-
-def _shown(request: TrainingRequest, trainer: Trainer, place: Place) -> AbstractContextManager[Show]:
-    """Where finished steps are shown; nowhere but at the process that speaks."""
-    who = listener() if place.speaks else Listener()
-    return who.training(request.config.training.steps, trainer.step)
+    trainer: Trainer, writers: dict[str, RunWriter], share: TrainingShare, link: Link, keep: Callable[[], None]
+) -> Trained:
+    """Train a share's runs to the end; `keep` writes their checkpoint. Raises `KeyboardInterrupt` when told to stop."""
+    training, world = share.request.config.training, share.world
+    result = Trained()
+    if world.is_root:
+        result.diverged += _diverged(trainer.gone, writers)
+    for text in result.diverged:
+        link.tell(text)
+    for done in trainer.steps():
+        for text in _record(trainer, done, writers, result) if world.is_root else ():
+            link.tell(text)
+        is_stopping = any(world.everyone(link.is_stopping))
+        link.tell(Progress(trainer.step, done.tokens / done.seconds, _numbers(done) if share.is_shown else ()))
+        if world.is_root and (is_stopping or trainer.step % training.checkpoint_every == 0 or trainer.step == training.steps):
+            keep()
+        if is_stopping:
+            raise KeyboardInterrupt
+    return result
 
 
 def _numbers(done: TrainedStep) -> list[tuple[str, Mapping[str, float | None]]]:
-    """(mode, numbers) of each run of this process in its last optimizer step; nothing where nobody looks at them."""
-    if not listener().wants_numbers or not done.optimizer_steps:
+    """(mode, numbers) of each run of a share in its last optimizer step."""
+    if not done.optimizer_steps:
         return []
     return [(report.run.mode, report.values) for report in done.optimizer_steps[-1][1]]
 
 
-def _record(trainer: Trainer, done: TrainedStep, writers: dict[str, RunWriter], share: Share) -> list[str]:
-    """Write a step of this process's runs; returns what is to be said of runs that diverged in it."""
+def _record(trainer: Trainer, done: TrainedStep, writers: dict[str, RunWriter], result: Trained) -> list[str]:
+    """Write a step of a share's runs; returns what is to be said of runs that diverged in it."""
     for number, reports in done.optimizer_steps:
         for report in reports:
             recording.write(writers[report.run.name], number, done.step, report)
             if report.checked:
-                share.layouts.append((report.run.name, number, report.step.comparison))
-            share.silent_steps += _is_silent(report.values)
-            share.told_apart += bool(report.values.get("all_wrong_groups_with_advantage"))
+                result.layouts.append((report.run.name, number, report.step.comparison))
+            result.silent_steps += _is_silent(report.values)
+            result.told_apart += bool(report.values.get("all_wrong_groups_with_advantage"))
     recording.write_timing(writers, trainer, done)
     new = _diverged(done.diverged, writers)
-    share.diverged += new
+    result.diverged += new
     return new
 
 
@@ -372,27 +434,20 @@ def _is_silent(values: Mapping[str, float | None]) -> bool:
     return bool(groups) and values.get("zero_variance_groups") == groups and values.get("pg_loss") == 0
 
 
-def _save(trainer: Trainer, stack: recording.Stack, place: Place) -> None:
-    from aggcli.training.checkpoint import joined, save
-
-    parts = place.team.gather(trainer.checkpoint())
-    if place.speaks:
-        save(stack.directory, joined(parts, [run.name for run in stack.runs]))
-
-
 @contextmanager
-def _stop_requested(place: Place) -> Iterator[list[int]]:
+def _stop_requested(launcher: Launcher, world: World) -> Iterator[list[int]]:
     """A list that fills on Ctrl-C or SIGTERM: the step in hand is finished first; a second one stops at once."""
     asked: list[int] = []
 
     def note(number: int, frame: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
         asked.append(number)
-        if place.speaks:
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+        launcher.stop()
+        if world.is_root:
             say("interrupted: finishing the step in hand; press again to stop at once")
 
-    numbers = [signal.SIGINT] if place.world.size > 1 else [signal.SIGINT, signal.SIGTERM]  # a launcher ends ranks by SIGTERM
+    numbers = [signal.SIGINT] if world.size > 1 else [signal.SIGINT, signal.SIGTERM]  # a launcher ends ranks by SIGTERM
     if threading.current_thread() is not threading.main_thread():  # only the main thread may take signals
         numbers = []
     before = {number: signal.signal(number, note) for number in numbers}

@@ -16,17 +16,15 @@ from aggcli.measurement.words import plural, short
 
 if TYPE_CHECKING:
     from aggcli.grid import Setup
-    from aggcli.jobs.training import Share, TrainingRequest, TrainingResult
+    from aggcli.jobs.training import Trained, TrainingRequest, TrainingResult
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.rules import Rule
     from aggcli.training.stack import RunSpec
 
 
-def foretell(
-    request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], directory: Path, resumed_at: int | None
-) -> float | None:
-    """What is about to be trained, and whether the modes can differ on it at all. Returns the accuracy before training, None
-    on recorded rollouts."""
+def foretell(request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], directory: Path, resumed: str) -> float | None:
+    """What is about to be trained, and whether the modes can differ on it at all. `resumed`: where it is gone on from, blank
+    where it begins. Returns the accuracy before training, None on recorded rollouts."""
     from aggcli.grid import predicted_gap
 
     training = request.config.training
@@ -41,8 +39,8 @@ def foretell(
         say(f"learning rates, matched by the size of the first update: {rates}")
     if training.n_samples_per_prompt == 1:
         say("one rollout per prompt: every advantage is 0, so there is no signal; raise --n-samples-per-prompt")
-    if resumed_at is not None:
-        say(f"resuming {directory} at step {resumed_at}")
+    if resumed:
+        say(f"resuming {directory} at {resumed}")
     if setup.task is None:
         return None
     gap = predicted_gap(setup, request.modes, request.seeds[0])
@@ -70,7 +68,7 @@ def _varying(rules: Sequence[Rule]) -> dict[str, list[str]]:
     return found
 
 
-def summary_of(setup: Setup, runs: Sequence[RunSpec], shares: Sequence[Share], directory: Path) -> dict[str, Any]:
+def summary_of(setup: Setup, runs: Sequence[RunSpec], shares: Sequence[Trained], directory: Path) -> dict[str, Any]:
     """Final figures on fresh prompts; on recorded rollouts, which have no fresh prompts, the numbers of the last step."""
     from aggcli import records
     from aggcli.analysis.final import final_summary, last_step_summary
@@ -186,7 +184,7 @@ def closing_notes(result: TrainingResult) -> list[str]:
     return [*notes, f"recorded in {result.directory}", *_between_layouts(shares)]
 
 
-def _between_layouts(shares: Sequence[Share]) -> list[str]:
+def _between_layouts(shares: Sequence[Trained]) -> list[str]:
     """How far layouts were apart in the steps that were checked."""
     from aggcli.measurement.comparison import between_layouts, together
 
@@ -200,7 +198,7 @@ def _between_layouts(shares: Sequence[Share]) -> list[str]:
     return ["; ".join([f"{steps} under several layouts ({some(sorted(by_step))})", *said])]
 
 
-def layouts_apart(request: TrainingRequest, shares: Sequence[Share]) -> str:
+def layouts_apart(request: TrainingRequest, shares: Sequence[Trained]) -> str:
     """Which layout changed a number of which run, blank where none did."""
     from aggcli.measurement.comparison import beyond_rounding
 

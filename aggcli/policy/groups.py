@@ -2,7 +2,7 @@
 
 The tensors of one group of runs then fit a core's cache. The threads inside torch's operations meet at the end of every
 operation and spin until the next one, which costs more than these small operations themselves, and a multiple of that where
-another process wants the same cores: several cores are for several processes (`aggcli.team`).
+another process wants the same cores: several cores are for several processes (`aggcli.launch`).
 """
 
 from __future__ import annotations

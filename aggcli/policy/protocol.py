@@ -124,7 +124,11 @@ class Start(Protocol):
 
     @property
     def is_small(self) -> bool:
-        """Whether several processes can share the runs of a stack out among them, each on one thread."""
+        """Whether shares of the runs can be trained side by side on one machine, each on one thread."""
+        ...
+
+    def on(self, device: torch.device) -> Start:
+        """The same beginning on a device."""
         ...
 
     def threads(self) -> AbstractContextManager[None]:

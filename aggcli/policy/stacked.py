@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -36,6 +36,10 @@ class SmallStart:
     @property
     def is_small(self) -> bool:
         return self.shape.width < SMALL_WIDTH and self.initial["head"].device.type == "cpu"
+
+    def on(self, device: torch.device) -> SmallStart:
+        """See `Start.on`."""
+        return replace(self, initial={name: value.to(device) for name, value in self.initial.items()})
 
     def threads(self) -> AbstractContextManager[None]:
         return threads_for(self.shape.width)

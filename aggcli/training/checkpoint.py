@@ -1,20 +1,29 @@
-"""Checkpoints: everything a stack needs to go on bit for bit; written beside and renamed, so there is always a whole one."""
+"""Checkpoints: everything a stack needs to go on bit for bit; written beside and renamed, so there is always a whole one.
+
+The runs of a results directory are cut into shares, each a stack with a checkpoint of its own.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from aggcli.errors import RecordError, some
 from aggcli.files import whole_file
 
 CHECKPOINT = "checkpoint.safetensors"
+
+
+def checkpoint_of(directory: Path, share: int, shares: int) -> Path:
+    """The checkpoint file of a share, 0 to `shares` - 1, in a results directory."""
+    return directory / (CHECKPOINT if shares == 1 else f"checkpoint-{share}.safetensors")
+
+
 FACTS = ("step", "optimizer_step", "runs", "gone")
 
 
@@ -29,53 +38,36 @@ class Checkpoint:
     gone: dict[str, tuple[int, str]]
     tensors: dict[str, Tensor]
 
-    def of(self, runs: Sequence[str]) -> Checkpoint:
-        """The part of it that holds these runs."""
-        kept = [at for at, name in enumerate(self.runs) if name in runs]
-        tensors = {name: value[kept] if len(value) else value for name, value in self.tensors.items()}
-        gone = {name: when for name, when in self.gone.items() if name in runs}
-        return replace(self, runs=[self.runs[at] for at in kept], gone=gone, tensors=tensors)
 
-
-def joined(parts: Sequence[Checkpoint], runs: Sequence[str]) -> Checkpoint:
-    """The checkpoint of a stack whose runs were trained in parts, in step; `runs`: the order of the whole stack."""
-    names = [name for part in parts for name in part.runs]
-    order = sorted(range(len(names)), key=lambda at: runs.index(names[at]))
-    whole = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
-    return Checkpoint(
-        max(part.step for part in parts),
-        max(part.optimizer_step for part in parts),
-        [names[at] for at in order],
-        {name: when for part in parts for name, when in part.gone.items()},
-        {name: value[order] if len(value) else value for name, value in whole.items()},
-    )
-
-
-def save(directory: Path, checkpoint: Checkpoint) -> None:
+def save(path: Path, checkpoint: Checkpoint) -> None:
     """Write the checkpoint of a stack; the previous one stays whole until the new one is. Raises `RecordError`."""
     from safetensors.torch import save as as_bytes
 
     facts = {name: getattr(checkpoint, name) for name in FACTS}
     tensors = {name: value.contiguous().cpu() for name, value in checkpoint.tensors.items()}
     try:
-        with whole_file(directory / CHECKPOINT) as draft:
+        with whole_file(path) as draft:
             draft.write_bytes(as_bytes(tensors, metadata={"aggcli": json.dumps(facts)}))
     except OSError as error:
         reason = error.strerror or error
-        raise RecordError(f"{directory / CHECKPOINT}: cannot be written ({reason}); the one before it is kept") from None
+        raise RecordError(f"{path}: cannot be written ({reason}); the one before it is kept") from None
 
 
-def load(directory: Path) -> Checkpoint | None:
-    """The checkpoint of a results directory, or None where none was written yet. Raises `RecordError` for a damaged one."""
+def steps_done(path: Path) -> int:
+    """The rollout steps that a share has done by its checkpoint, 0 where none was written yet. Raises `RecordError`."""
+    return 0 if (found := load(path, only_facts=True)) is None else found.step
+
+
+def load(path: Path, *, only_facts: bool = False) -> Checkpoint | None:
+    """A checkpoint, or None where none was written yet. Raises `RecordError` for a damaged one."""
     from safetensors import SafetensorError, safe_open
 
-    path = directory / CHECKPOINT
     if not path.exists():
         return None
     try:
         with safe_open(path, "pt") as file:
             facts = json.loads(file.metadata()["aggcli"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            tensors = {name: file.get_tensor(name) for name in (() if only_facts else file.keys())}
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"{path}: cannot be read ({error}); remove it to start from the first step") from error
     if (wrong := _wrong_fact(facts)) is not None:
@@ -102,11 +94,10 @@ def _is_gone(when: Any) -> bool:
     return isinstance(when, list) and [type(item) for item in when] == [int, str]
 
 
-def need_fit(directory: Path, checkpoint: Checkpoint, runs: Sequence[str], like: Mapping[str, Tensor]) -> None:
+def need_fit(path: Path, checkpoint: Checkpoint, runs: Sequence[str], like: Mapping[str, Tensor]) -> None:
     """Refuse a checkpoint that is not one of this stack: of other runs, or of tensors that are not like those of the stack
     before its first step (names, type, and shape but for the runs that diverged). Raises `RecordError`.
     """
-    path = directory / CHECKPOINT
     advice = "remove it to start from the first step"
     names = [*checkpoint.runs, *checkpoint.gone]
     if sorted(names) != sorted(runs):

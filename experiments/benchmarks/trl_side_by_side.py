@@ -260,9 +260,9 @@ def measure(steps: int, threads: int) -> dict[str, Any]:
             seconds[runs], told_us = timed([*ours, *command, *common, "--output", str(output)], threads)
             manifest = json.loads((output / "manifest.json").read_text())
             costs[runs] = {
-                "processes": manifest["processes"],
+                "cut_into": manifest["shares"],
                 "ms_per_run_and_step": 1e3 * step_seconds(output) / runs,
-                "shares": shares(runs // manifest["processes"], min(steps, 30)),
+                "shares": shares(runs // manifest["shares"], min(steps, 30)),
             }
     final = json.loads(told_us)["modes"]
     trl_step = statistics.median(trl["steps"][2:])
@@ -294,7 +294,7 @@ def show(found: dict[str, Any]) -> None:
     print(f"TRL, one process:        {trl['process_s']:8.1f} s, {1e3 * trl['step_s']:7.1f} ms a step (median)")
     for runs, cost in found["stack"].items():
         whole, step = ours["process_s"][runs], cost["ms_per_run_and_step"]
-        told = f"{whole:8.1f} s, {step:7.1f} ms a run's step (median), on {plural(cost['processes'], 'process', 'processes')}"
+        told = f"{whole:8.1f} s, {step:7.1f} ms a run's step (median), in {plural(cost['cut_into'], 'share')}"
         print(f"aggcli, {plural(runs, 'run', 'runs'):16} {told}")
     print(f"response length: TRL {trl['length'][0]:.1f} to {trl['length'][1]:.1f}; final accuracy, aggcli: {accuracy}")
     for name, ratio in ratios.items():
@@ -303,9 +303,7 @@ def show(found: dict[str, Any]) -> None:
     print(f"float32 matmul of the machine: {found['matmul_gflops']:.0f} GFLOP/s; the stack's share of it: {share:.2f}")
     for runs, cost in found["stack"].items():
         told = ", ".join(f"{name} {share:.0%}" for name, share in cost["shares"].items())
-        print(
-            f"where the time goes, {plural(runs, 'run', 'runs')} on {plural(cost['processes'], 'process', 'processes')}: {told}"
-        )
+        print(f"where the time goes, {plural(runs, 'run', 'runs')} in {plural(cost['cut_into'], 'share')}: {told}")
 
 
 def main() -> None:
