@@ -135,7 +135,7 @@ def audit(
 ) -> AuditResult:
     """Which rules give the same gradient under every layout, which do not, and why, on a frozen batch.
 
-    `rollouts`: default a built-in batch on which no two rules coincide. `rules`: default all. `reducers`: your own, each
+    `rollouts`: default a built-in batch that is made to tell rules apart. `rules`: default all. `reducers`: your own, each
     `pkg.mod:fn`. `limit`: the relative change of a weight from which `failure` says so.
 
         aggcli.audit(rules=["token_mean", "trl:bnpo"]).rules[["rule", "verdict", "deviation"]]

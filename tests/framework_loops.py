@@ -202,6 +202,39 @@ def _balanced(rows: list[Row], g: Global, rank: Rank) -> float:
     return total * g.dp
 
 
+def _rlinf_rows(rows: list[Row], g: Global, rank: Rank) -> float:
+    return _mean([row.s / row.n for row in rows]) / rank.micro_batches
+
+
+def _tunix(inner: Callable[[Row, Global], float], kept: Callable[[list[Row]], list[Row]]) -> Local:
+    """Numerators and denominators are added over micro-batches, and divided once."""
+    return lambda rows, g, rank: sum(inner(row, g) for row in rows) / len(kept(g.rows)) * g.dp
+
+
+def _easyr1_seq(rows: list[Row], g: Global, rank: Rank) -> float:
+    """average_loss(mode=seq) * sum(mask) * world / total tokens."""
+    return _mean([row.s / max(row.n, 1) for row in rows]) * _tokens(rows) * g.dp / g.tokens
+
+
+def _siblings(row: Row, g: Global) -> int:
+    return sum(other.rollout == row.rollout for other in g.rows)
+
+
+def _sessions(rows: list[Row], g: Global, rank: Rank) -> float:
+    sessions = {row.rollout for row in g.rows}
+    return sum(row.s / max(row.n, 1) / _siblings(row, g) for row in rows) / len(sessions) * g.dp
+
+
+def _turns(rows: list[Row], g: Global, rank: Rank) -> float:
+    mean_tokens = g.tokens / len(g.rows)
+    return sum(row.s / (_siblings(row, g) * mean_tokens) for row in rows) / len({row.rollout for row in g.rows}) * g.dp
+
+
+def _per_trajectory(rows: list[Row], g: Global, rank: Rank) -> float:
+    mean = _mean([1 / _siblings(row, g) for row in g.rows])
+    return sum(row.s / _siblings(row, g) / mean for row in rows) / g.tokens * g.dp
+
+
 LOOPS: dict[str, Local] = {
     "slime:sample_mean": _slime,
     "slime:per_token": _slime_per_token,
@@ -253,4 +286,30 @@ LOOPS: dict[str, Local] = {
     "delta-l": _delta_l,
     "delta-l:repo": _delta_l_repo,
     "balanced": _balanced,
+    "torchrl:token_mean": _trl_bnpo,
+    "torchrl:prompt_mean": _trl_grpo,
+    "rlinf:token-mean": _trl_bnpo,
+    "rlinf:seq-mean-token-sum": lambda rows, g, rank: _mean([row.s for row in rows]) / rank.micro_batches,
+    "rlinf:seq-mean-token-mean": _rlinf_rows,
+    "cosmos-rl:token-mean": _trl_bnpo,
+    "trl-sdpo:dapo": _trl_bnpo,
+    "tunix:token-mean": _verl_token_mean,
+    "tunix:sequence-mean-token-mean": _tunix(lambda row, g: row.s / max(row.n, 1), _kept),
+    "tunix:sequence-mean-token-scale": _tunix(lambda row, g: row.s / g.width, _kept),
+    "tunix:seq-mean-token-sum": _tunix(lambda row, g: row.s, _kept),
+    "tunix:sequence-mean-token-sum-norm": _tunix(lambda row, g: row.s, list),
+    "unsloth:grpo": _trl_grpo,
+    "unsloth:bnpo": _trl_bnpo,
+    "unsloth:dr_grpo": _trl_dr_grpo,
+    "unsloth:dapo": _trl_dapo,
+    "axolotl:grpo": _trl_grpo,
+    "axolotl:bnpo": _trl_bnpo,
+    "axolotl:dr_grpo": _trl_dr_grpo,
+    "axolotl:dapo": _trl_dapo,
+    "easyr1:token": _verl_token_mean,
+    "easyr1:seq": _easyr1_seq,
+    "agent-lightning:per_rollout_mean": _slime,
+    "proposal:session-balanced": _sessions,
+    "proposal:turn-denominator": _turns,
+    "proposal:per-trajectory": _per_trajectory,
 }

@@ -78,7 +78,8 @@ def _why_not(step: RolloutBatch, rules: Sequence[Rule]) -> str:
     if any(rule.name in ("balanced", "prime-rl") for rule in rules) and step.advantages_T is None:
         return "needs (the )?advantages"
     masked_S = step.mask_sum_S() == 0
-    return "divides 0 by 0" if rules[1].name == "oat:grpo" and bool(masked_S.any()) else ""
+    of_rows = rules[1].name in ("oat:grpo", "rlinf:seq-mean-token-mean")
+    return "divides 0 by 0" if of_rows and bool(masked_S.any()) else ""
 
 
 @pytest.mark.parametrize("under", CORRECTABLE, ids=lambda rule: rule.name)

@@ -93,7 +93,7 @@ def test_markdown_has_a_heading_a_mode_and_a_row_a_framework(capsys) -> None:
         (("token-mean",), "did you mean 'token_mean'"),
         (("verl:token-mean",), "for a framework's own name use --map verl:token-mean"),
         (("--map", "nope"), "unknown loss aggregation 'nope'; known: "),
-        (("--map", "torchrl:prompt_mean"), "no rule of torchrl is known here; known frameworks: slime, miles, verl"),
+        (("--map", "acme-rl:prompt_mean"), "no rule of acme-rl is known here; known frameworks: slime, miles, verl"),
         (("token_mean", "--map", "grpo"), "token_mean and --map grpo ask for two things"),
         (("--format", "html"), "--format html: must be text or md"),
     ],

@@ -154,6 +154,12 @@ def test_without_a_divisor_the_padded_width_is_that_of_the_longest_response() ->
         *((name, CUT, -1.5 / 40) for name in ("trl:dr_grpo", "oat:drgrpo", "skyrl:seq_mean_token_sum_norm", "constant")),
         ("roll:seq-mean-token-sum", CUT, -1.5 / 3),
         ("skyrl:prompt_mean", CUT, (1.5 / 7 - 3 / 6) / 2),
+        # 3 of 4 rows are not empty; the row sums are -1, 2.5, -3
+        ("tunix:sequence-mean-token-mean", CUT, -0.5 / 3),
+        ("tunix:seq-mean-token-sum", CUT, -1.5 / 3),
+        ("tunix:sequence-mean-token-sum-norm", CUT, -1.5 / 4),
+        ("tunix:sequence-mean-token-scale", CUT, -1.5 / 3 / 10),
+        ("rlinf:token-mean", CUT, (-1 / 2 + (2.5 - 3) / 11) / 2),
         # rows with a token left are counted in the micro-batch: 1/2 * (-.5) + 1/2 * (.5 - .5)/2
         ("verl-legacy:seq-mean-token-mean", CUT, -0.25),
         ("verl-legacy:seq-mean-token-mean", WHOLE, -0.5 / 3),
@@ -180,6 +186,33 @@ def test_zero_advantage_tokens_leave_prime_rls_denominator() -> None:
     samples[3]["advantage"] = 0.0  # its 8 tokens go: (-.5 + 1.5 - 2) over the other 8
     assert rule_loss("prime-rl", samples, CUT) == pytest.approx(-1 / 8, abs=1e-12)
     assert rule_loss("token_mean", samples, CUT) == pytest.approx(-1 / 16, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # rollouts of 1 + 3, 4 and 8 tokens; FX-B's row means are -.55, .5, -.55, .5 and row sums -.55, 1.5, -2.2, 4
+        ("proposal:session-balanced", ((-0.55 + 0.5) / 2 - 0.55 + 0.5) / 3),
+        # 4 tokens a sample in the mean: 2 * 4 in the first rollout, 4 in the others
+        ("proposal:turn-denominator", (0.95 / 8 - 2.2 / 4 + 4 / 4) / 3),
+        # factors 1/2, 1/2, 1, 1 over their mean of 3/4, on top of 1/16
+        ("proposal:per-trajectory", (0.95 / 2 - 2.2 + 4) / 0.75 / 16),
+        ("agent-lightning:per_rollout_mean", (0.95 / 4 - 0.55 + 0.5) / 3),
+    ],
+)
+def test_a_rollout_of_several_samples_weighs_as_each_rule_says_on_fx_b(name: str, expected: float) -> None:
+    samples = fx_b()
+    for sample, rollout in zip(samples, (0, 0, 1, 2), strict=True):
+        sample["rollout_id"], sample["reward"] = rollout, None
+    for split in (WHOLE, CUT):
+        assert rule_loss(name, samples, split) == pytest.approx(expected, abs=1e-12)
+
+
+def test_easyr1_weighs_the_row_means_of_a_micro_batch_by_its_tokens() -> None:
+    # 8 of 16 tokens each: 1/2 * mean(-.55, .5, -.55) + 1/2 * .5, where the mean over all four rows is -.025
+    assert rule_loss("easyr1:seq", fx_b(), [[[0, 1, 2], [3]]]) == pytest.approx(0.15, abs=1e-12)
+    assert rule_loss("easyr1:seq", fx_b(), [[[0, 1, 2]], [[3]]]) == pytest.approx(0.15, abs=1e-12)
+    assert rule_loss("easyr1:seq", fx_b(), WHOLE) == pytest.approx(-0.025, abs=1e-12)
 
 
 def test_rows_and_rollouts_differ_where_a_rollout_is_split_into_samples() -> None:

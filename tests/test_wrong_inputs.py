@@ -120,8 +120,8 @@ def test_directories_are_listed_in_natural_order(capsys, tmp_path: Path, results
 
 
 def test_a_framework_of_which_no_rule_is_written_down_is_answered_with_those_that_are(capsys) -> None:
-    line = refused(aggcli(capsys, "modes", "--map", "torchrl:prompt_mean"))
-    assert "no rule of torchrl is known here; known frameworks: slime, miles, verl" in line
+    line = refused(aggcli(capsys, "modes", "--map", "acme-rl:prompt_mean"))
+    assert "no rule of acme-rl is known here; known frameworks: slime, miles, verl" in line
 
 
 def test_an_empty_step_between_two_full_ones_is_left_out_of_the_means_and_said(capsys, tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ def scheduled_layouts(frozen: FrozenBatch, texts: Sequence[str], **budget: Any) 
 
 
 def built_in_batch() -> RolloutBatch:
-    """Eight samples on which no two different rules coincide.
+    """Eight samples, made to tell rules apart. (Its 7 rollouts are as many as its rows that are not empty, so `constant` and
+    tunix:sequence-mean-token-scale coincide, which differ elsewhere.)
 
     A rollout of two samples, prompt groups of 3, 3 and 2 samples, a fully masked sample, masked tokens at the end of the
     longest response and within another, a group of zero advantage, clipped ratios on either side, and no two lengths alike.

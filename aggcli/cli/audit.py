@@ -22,7 +22,7 @@ _TAKEN = (
 )
 """The settings that are options of an audit too."""
 
-_PATHS = "Files, folders, globs, example or synthetic. Default: a built-in batch on which no two rules coincide."
+_PATHS = "Files, folders, globs, example or synthetic. Default: a built-in batch, made to tell rules apart."
 PathsArgument = Annotated[list[str] | None, typer.Argument(metavar="ROLLOUTS", help=_PATHS)]
 RulesOption = Annotated[
     list[str] | None,

@@ -190,6 +190,9 @@ class _Counting:
             factor_S = factor_S / places.accumulation_S
         elif rule.micro_batches == "share of samples":
             factor_S = factor_S * places.size_S / _shared(torch.ones_like(factor_S), self._scope("rank"))
+        elif rule.micro_batches == "share of tokens":
+            factor_S = factor_S * _shared(self.tokens_S, self._scope("micro-batch"))
+            factor_S = factor_S / _shared(self.tokens_S, self._scope("step")).clamp(min=1.0)
         elif rule.micro_batches == "mean of the step":
             kept_S = self._is_full.double() if rule.drops_smaller_micro_batches else torch.ones_like(factor_S)
             factor_S = factor_S / _shared(kept_S / places.size_S, self._scope("step")).clamp(min=1.0)
@@ -210,6 +213,13 @@ class _Counting:
             return self._by_sign(counted, scope_S)
         if "power" in counted:
             return self._length_power(counted, scope_S)
+        if counted == "mean tokens of a sample":
+            return _shared(self.tokens_S, scope_S) / _shared(torch.ones_like(self.tokens_S), scope_S)
+        if "samples of the rollout" in counted:
+            held_S = _shared(torch.ones_like(self.tokens_S), self.step.rollout_S)
+            if counted == "samples of the rollout":
+                return held_S
+            return _shared(1.0 / held_S, scope_S) / _shared(torch.ones_like(held_S), scope_S)
         units = {
             "tokens of the sample": lambda: torch.arange(self.step.num_samples),
             "samples": lambda: torch.arange(self.step.num_samples),

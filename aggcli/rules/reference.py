@@ -6,8 +6,8 @@ from aggcli.errors import SettingError, nearest
 from aggcli.rules.registry import ALIASES, ELSEWHERE, RULES
 from aggcli.rules.rule import Rule
 
-PAPERS = ("delta-l", "balanced")
-"""What is no framework but a paper's variant."""
+PAPERS = ("delta-l", "balanced", "proposal")
+"""What is no framework but a paper's variant, or a proposal."""
 FRAMEWORKS = tuple(dict.fromkeys(rule.framework for rule in ELSEWHERE if rule.framework not in PAPERS))
 
 

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from aggcli.errors import SettingError, nearest
 from aggcli.rules.modes import MODES
+from aggcli.rules.more import MORE
 from aggcli.rules.openrlhf_nemo_skyrl import OPENRLHF_NEMO_SKYRL
 from aggcli.rules.others import OTHERS
 from aggcli.rules.rule import SCOPES, Counted, Rule, Scope
 from aggcli.rules.slime_verl import SLIME_VERL
 from aggcli.rules.trl_swift import TRL_SWIFT
 
-ELSEWHERE: tuple[Rule, ...] = (*SLIME_VERL, *TRL_SWIFT, *OPENRLHF_NEMO_SKYRL, *OTHERS)
+ELSEWHERE: tuple[Rule, ...] = (*SLIME_VERL, *TRL_SWIFT, *OPENRLHF_NEMO_SKYRL, *OTHERS, *MORE)
 """Frameworks' and papers' rules."""
 RULES: dict[str, Rule] = {rule.name: rule for rule in (*MODES, *ELSEWHERE)}
 """Every rule by its name, this project's modes first."""

@@ -30,9 +30,12 @@ Counted = Literal[
     "mean of inverse length powers",
     "tokens of the prompt and sign",
     "prompt's samples per sample of the sign",
+    "samples of the rollout",
+    "mean tokens of a sample",
+    "mean of inverse samples of the rollout",
 ]
-"""What a denominator counts. Tokens are trained tokens; the padded width is the longest response, masked tokens
-included; the length power is n_i ** alpha; the sign is that of the sample's advantage."""
+"""What a denominator counts. Tokens are trained tokens; the padded width is the longest response, masked tokens included; the
+length power is n_i ** alpha; the sign is that of the sample's advantage; means are over samples."""
 
 RULE_SETTINGS = ("loss_aggregation_divisor", "prompt_mean_scale")
 """Settings that only some rules read."""
@@ -84,7 +87,8 @@ class Rule:
     """One way to aggregate the per-token policy loss: a weight per token, given the batch and its layout.
 
     `divides_by`: the product of counts under every token. `micro_batches`: how a rank puts its micro-batches together
-    (`share of samples`: each weighted by its share of the rank's samples; `mean of the step`: over all ranks' micro-batches);
+    (`share of samples`: each weighted by its share of the rank's samples; `share of tokens`: by its share of the step's trained
+    tokens; `mean of the step`: over all ranks' micro-batches);
     `ranks`: `sum` where the framework cancels the average that data parallelism takes, `mean` where it stays.
     `layouts`: those it can run under at all. `context_parallel`: what is known about it there.
     """
@@ -96,7 +100,7 @@ class Rule:
     evidence: Evidence
     formula: str
     divides_by: tuple[Denominator, ...]
-    micro_batches: Literal["sum", "mean", "share of samples", "mean of the step"] = "sum"
+    micro_batches: Literal["sum", "mean", "share of samples", "share of tokens", "mean of the step"] = "sum"
     ranks: Literal["sum", "mean"] = "sum"
     divides_by_accumulation_again: bool = False
     numerator: Literal["masked", "unmasked"] = "masked"
@@ -237,6 +241,7 @@ class Rule:
         how = {
             "mean": ", and micro-batches are averaged",
             "share of samples": ", and micro-batches are averaged by their share of the rank's samples",
+            "share of tokens": ", and micro-batches are averaged by their share of the step's trained tokens",
             "mean of the step": ", and all micro-batches of the step are averaged",
         }
         text = how.get(self.micro_batches, "") if scope == "micro-batch" else ""
