@@ -56,14 +56,18 @@ class Counterexample:
     weights: tuple[float, ...]
     deviation: float
 
-    def __str__(self) -> str:
-        sizes = [f"{trained}" + (f"+{masked} masked" if masked else "") for trained, masked, _ in self.toy.samples]
+    @property
+    def where(self) -> str:
+        """The layout in words: `as micro-batches (0) (1)`."""
         ranks = [" ".join(f"({','.join(map(str, mb))})" for mb in rank) for rank in self.toy.split]
         where = f"on {len(ranks)} ranks as {' | '.join(ranks)}" if len(ranks) > 1 else f"as micro-batches {ranks[0]}"
-        cp = f" with context parallel {self.toy.cp}" if self.toy.cp > 1 else ""
+        return where + (f" with context parallel {self.toy.cp}" if self.toy.cp > 1 else "")
+
+    def __str__(self) -> str:
+        sizes = [f"{trained}" + (f"+{masked} masked" if masked else "") for trained, masked, _ in self.toy.samples]
         return (
             f"samples of {', '.join(sizes)} tokens; in one micro-batch a token weighs"
-            f" {', '.join(_short(w) for w in self.reference)}; {where}{cp} it weighs"
+            f" {', '.join(_short(w) for w in self.reference)}; {self.where} it weighs"
             f" {', '.join(_short(w) for w in self.weights)}"
         )
 
@@ -76,6 +80,7 @@ class Counterexample:
             "reference_weights": self.reference,
             "weights": self.weights,
             "deviation": self.deviation,
+            "where": self.where,
             "text": str(self),
         }
 

@@ -10,7 +10,7 @@ from aggcli.cli.console import say, show
 from aggcli.cli.live import notes_after
 from aggcli.cli.options import ConfigOption, JsonOption, comma_list, offered, resolve, with_paths, with_settings
 from aggcli.config import FIELDS, SOURCE_SETTINGS
-from aggcli.errors import CheckFailed, ExitCode
+from aggcli.errors import CheckFailed, ExitCode, SettingError
 from aggcli.rules import RULES, find_rule, remark_on
 from aggcli.rules.reference import FRAMEWORKS, rules_of
 
@@ -81,6 +81,15 @@ FailOption = Annotated[
 SearchOption = Annotated[
     bool, typer.Option("--search/--no-search", help="Find the smallest example of each rule that varies (default: yes).")
 ]
+ExplainOption = Annotated[
+    str | None,
+    typer.Option(
+        "--explain",
+        metavar="RULE",
+        help="The smallest failing example of a rule, as a text for its framework's issue tracker. Such as trl:bnpo.",
+        autocompletion=offered(RULES),
+    ),
+]
 
 
 _ABOUT_LAYOUTS = (
@@ -102,6 +111,7 @@ def audit(
     divisor: DivisorOption = None,
     fail_on_variance: FailOption = None,
     search: SearchOption = True,
+    explain: ExplainOption = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> int:
@@ -110,6 +120,10 @@ def audit(
     The first layout is the reference. A rule is called invariant over the layouts that it was evaluated under; those that its
     framework cannot represent are named. Exit code 1 only with --fail-on-variance.
     """
+    if explain is not None:
+        if paths or rules or reducer:
+            raise SettingError(f"--explain {explain} makes its own example: leave rollouts, --rules and --reducer out")
+        return _explain(explain, framework or [], json=json)
     from aggcli.jobs.audit import AuditRequest
     from aggcli.jobs.audit import audit as audited
 
@@ -136,4 +150,22 @@ def audit(
             show(result.tables())
     if result.failure:
         raise CheckFailed(result.failure)
+    return ExitCode.DONE
+
+
+def _explain(name: str, frameworks: list[str], *, json: bool) -> int:
+    """Print the text, which is not wrapped, so that it can be pasted."""
+    from aggcli.jobs.explain import explained, named
+
+    if len(frameworks) > 1:
+        raise SettingError(f"--explain {name}: give one --framework, not {len(frameworks)}")
+    for framework in frameworks:
+        rules_of(framework)  # the nearest name of one that is not known
+    found = explained(named(name, frameworks[0] if frameworks else None))
+    if json:
+        from aggcli.records import to_json
+
+        print(to_json({"schema": 1, **found}))
+    else:
+        print(found["text"])
     return ExitCode.DONE

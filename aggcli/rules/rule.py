@@ -107,6 +107,8 @@ class Rule:
     drops_smaller_micro_batches: bool = False
     drops_zero_advantages: bool = False
     layouts: Literal["any", "equal ranks", "equal micro-batches"] = "any"
+    own_loss: bool = False
+    """Whether its per-token loss is another than the clipped surrogate, so that it is known here by its weights only."""
     divisor_is: str = ""
     """What the constant is called where it can be set; blank where there is none to set."""
     divisor: float | None = None

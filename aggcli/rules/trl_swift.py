@@ -106,6 +106,7 @@ _TRL = tuple(
         layouts="any" if name in _STEP_TOKENS else "equal micro-batches",
         divisor_is="max_completion_length" if name == "dr_grpo" else "",
         context_parallel="unverified",
+        own_loss=_OWN_LOSS in traps,
         entropy_term=_ENTROPY,
         terms_evidence="code",
         mode=mode,

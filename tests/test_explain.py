@@ -1,0 +1,78 @@
+"""The text for an issue tracker: its numbers are those of the framework's own loop; and what does not vary is not reported."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from aggcli.jobs.explain import DIVISOR, explained, named
+from aggcli.rules import RULES
+from tests.cli import aggcli, refused, strict_json
+from tests.framework_loops import Row, step_loss
+from tests.test_audit import VARY
+
+
+@pytest.mark.parametrize("name", sorted(VARY))
+def test_the_two_step_losses_are_those_of_the_frameworks_loop(name: str) -> None:
+    found = explained(RULES[name])
+    example, text = found["counterexample"], found["text"]
+    cells = [line.split("|") for line in re.findall(r"^\| \d.*$", text, re.M)]
+    rows = [
+        Row(float(cell[3]) * one["trained_tokens"], one["trained_tokens"], _width(one), one["group_index"], at, 1.0)
+        for at, (cell, one) in enumerate(zip(cells, example["samples"], strict=True))
+    ]
+    length = DIVISOR if RULES[name].needs_divisor else float(max(row.w for row in rows))
+    told = [float(value) for value in re.findall(r"^Step loss .* = (\S+) \(weight", text, re.M)]
+    assert len(told) == 2
+    for value, split in zip(told, ([[list(range(len(rows)))]], example["split"]), strict=True):
+        try:
+            expected = step_loss(name, rows, split, length)
+        except ZeroDivisionError:
+            expected = math.nan
+        assert value == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert told[0] != pytest.approx(told[1], rel=1e-3)
+
+
+def _width(sample: dict) -> int:
+    return sample["trained_tokens"] + sample["masked_tokens"]
+
+
+def test_the_text_for_trls_bnpo_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    text = aggcli(capsys, "audit", "--framework", "trl", "--explain", "bnpo").out
+    assert text.startswith("# loss_type=bnpo: the gradient of one optimizer step depends on how the step is cut\n")
+    # samples of 1 and 2 tokens of loss 1 and 2: (1 + 2 + 2)/3 in one piece, 1/2 * 1 + 1/2 * 2 as two
+    assert "| 0 | 1 | 1 | 0.333333 | 0.5 | x 1.5 |\n| 1 | 2 | 2 | 0.333333 | 0.25 | x 0.75 |" in text
+    assert "Step loss in one piece: 0.333333 x 1 x 1 + 0.333333 x 2 x 2 = 1.66667" in text
+    assert "Step loss as micro-batches (0) (1): 0.5 x 1 x 1 + 0.25 x 2 x 2 = 1.5" in text
+    assert "In trl `loss_type=dapo` (`sum_t l_t / T, T over the optimizer step`) gives that" in text
+    assert "cispo" not in text, "its loss is another one"
+    assert "trl 1.16.0" in text
+
+
+def test_what_would_mend_it_is_what_is_wrong() -> None:
+    assert "not divided by the accumulation steps a second time" in explained(named("dapo", "ms-swift"))["text"]
+    assert "if micro-batches were added up" in explained(named("seq-mean-token-sum-norm", "verl-legacy"))["text"]
+    assert "taken over the whole optimizer step" in explained(named("easyr1:seq", None))["text"]
+
+
+def test_a_rule_that_does_not_vary_has_nothing_to_report(capsys: pytest.CaptureFixture[str]) -> None:
+    told = strict_json(aggcli(capsys, "audit", "--explain", "trl:grpo", "--json").out)
+    assert (told["varies"], told["counterexample"]) == (False, None)
+    assert told["text"].startswith(
+        "trl:grpo: nothing to report. No layout (of equal micro-batches, the only ones its framework"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--framework", "trl", "--explain", "bnop"), "unknown loss aggregation 'trl:bnop'; trl has trl:grpo, trl:bnpo"),
+        (("--framework", "trll", "--explain", "bnpo"), "--framework trll: no rule of it is known here; did you mean 'trl'?"),
+        (("--explain", "trl:bnpo", "--rules", "trl:dapo"), "--explain trl:bnpo makes its own example"),
+        (("--explain", "bnpo", "--framework", "trl", "--framework", "verl"), "--explain bnpo: give one --framework, not 2"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(arguments: tuple[str, ...], message: str, capsys) -> None:
+    assert message in refused(aggcli(capsys, "audit", *arguments))
