@@ -93,7 +93,7 @@ def _verl(mode: Rule, put: Callable[..., None]) -> torch.Tensor:
 
 def _openrlhf(mode: Rule, put: Callable[..., None]) -> torch.Tensor:
     class RemoteExperienceMaker:
-        strategy = SimpleNamespace(args=SimpleNamespace(n_samples_per_prompt=2))
+        args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=2))
 
         def compute_advantages_and_returns(self, experiences: Any) -> Any:
             return experiences
@@ -229,6 +229,7 @@ def test_every_snippet_is_written_for_its_rule_and_takes_every_mode() -> None:
             assert f'under="{one.under}"' in one.code(mode)
     for mode in MODES:
         assert f'loss_aggregation="{mode.name}"' in SNIPPETS["trl"].code(mode)
+        compile(SNIPPETS["trl"].code(mode), "trl", "exec")
         assert native("skyrl", mode), "SkyRL has each of the four itself"
     folder = Path(__file__).parent.parent / "aggcli" / "data" / "snippets"
     assert {path.name for path in folder.iterdir()} == {f for one in SNIPPETS.values() for f in (one.file, one.reducer[1]) if f}

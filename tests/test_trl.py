@@ -55,6 +55,8 @@ PROBED = [
 ]
 PLAIN = [dataclasses.replace(case, name=f"plain-{case.name}", plain=True, probe=False) for case in PROBED[:3]]
 UNPROBED = dataclasses.replace(PROBED[3], name="unprobed", probe=False, write=False)
+RESUMED = Case("resumed", "sample_mean", "grpo", 2, steps=4, trl={"save_strategy": "steps", "save_steps": 2})
+"""Trained to the end, resumed at its second step and trained to the end again, then begun anew in the same folder."""
 REFUSED = {
     Case("varies", "prompt_mean", "bnpo"): "trl:bnpo: its weights change with the layout",
     Case("straddles", "prompt_mean", "grpo", trl={"steps_per_generation": 2}, per_device=8): "which prompt groups straddle",
@@ -67,7 +69,7 @@ REFUSED = {
     Case("probed-cut", None, "dapo", 1, 1, 8, probe=True, trl={"steps_per_generation": 2}): "divides by the generation batch's",
     Case("wanted-varies", "trl:bnpo"): "trl:bnpo: its weights change with the layout",
 }
-ONE = [*_exact(1), *HARDER, *PROBED, *PLAIN, UNPROBED, *REFUSED]
+ONE = [*_exact(1), *HARDER, *PROBED, *PLAIN, UNPROBED, RESUMED, *REFUSED]
 TWO = [*_exact(2, (2,)), dataclasses.replace(PROBED[1], name="bnpo-2")]
 
 
@@ -166,6 +168,15 @@ def test_the_probe_logs_what_a_replay_of_the_files_gives(one: dict[str, dict[str
                 assert logged[f"aggcli/{mode}/{name}"] == pytest.approx(step["modes"][mode][name], abs=1e-12)
     assert found["logs"][0]["aggcli/prompt_mean/gradient_ratio"] == 1
     assert found["logs"][0]["aggcli/constant/gradient_cosine"] < 0.999
+
+
+def test_a_resumed_run_writes_the_steps_after_its_checkpoint_anew_and_another_run_is_refused(
+    one: dict[str, dict[str, Any]],
+) -> None:
+    found = one["resumed"]
+    assert [Path(name).stem for name in found["files"]] == ["000001", "000002", "000003", "000004"]
+    assert found["rewritten"] == ["000003.jsonl", "000004.jsonl"]
+    assert "holds the rollouts of another run; give write_rollouts a new folder" in found["again"]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)

@@ -171,13 +171,12 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         loss_type=case.loss_type,
         report_to=[],
         logging_steps=1,
-        save_strategy="no",
         use_cpu=True,
         ddp_backend="gloo" if world > 1 else None,
         seed=7,
         bf16=False,
         disable_tqdm=True,
-        **case.trl,
+        **{"save_strategy": "no", **case.trl},
     )
     rows = _package("datasets").Dataset.from_list([{"prompt": "abcdefghijklmnop"[at : at + 3 + at % 3]} for at in range(12)])
     made = trl.GRPOTrainer
@@ -201,10 +200,33 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         "logs": [{k: v for k, v in line.items() if k.startswith("aggcli/")} for line in logs],
         "parameters": hashlib.sha256(torch.cat([p.flatten() for p in final]).numpy().tobytes()).hexdigest(),
     }
+    if "save_steps" in case.trl:
+        found |= _resumed(made, config, rows, where)
     if trainer.accelerator.is_main_process and not case.plain and case.write:
         found["steps"] = [_compared(gradients, step, where, case) for step in range(case.steps)] if case.mode else []
         found["rollouts"] = str(where / "rollouts")
     return found
+
+
+def _resumed(made: Any, config: Any, rows: Any, where: Path) -> dict[str, Any]:
+    """The same run again from its second step, and from its first."""
+
+    def trained(**options: Any) -> None:
+        trainer = made(tiny_llama(), reward, args=config, train_dataset=rows, processing_class=tokenizer())
+        trainer.train(**options)
+
+    folder = where / "rollouts"
+    (folder / "000009.jsonl").write_text("left over from a longer run")
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    trained(resume_from_checkpoint=str(where / "trl" / "checkpoint-2"))
+    after = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    again = ""
+    try:
+        trained()
+    except SettingError as error:
+        again = str(error)
+    changed = sorted(name for name, at in after.items() if at != before.get(name))
+    return {"files": sorted(after), "rewritten": changed, "again": again}
 
 
 def _compared(gradients: Gradients, step: int, where: Path, case: Case) -> dict[str, float]:

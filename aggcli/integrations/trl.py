@@ -52,7 +52,7 @@ def with_aggregation(
     ids, masks, rewards, TRL's advantages before any factor, and log-probabilities, current and old. `probe`: log with the
     trainer's own numbers, as `aggcli/MODE/...`, what every mode would have given for the same rollouts: its weight shares, and
     the norm and the direction of its gradient by the log-probabilities against the mode in force. `correct_threshold`: the
-    reward from which its shares call a rollout correct.
+    reward from which its shares call a rollout correct. A probe of 150,000 tokens takes the main process half a second.
 
         trainer = with_aggregation(GRPOTrainer, "prompt_mean")(model, reward_funcs, args=GRPOConfig(...), train_dataset=...)
 
@@ -130,7 +130,7 @@ class _Steps:
         self.ranks, self.rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         self.accumulation = trainer.args.gradient_accumulation_steps
         self.inputs: dict[str, Any] | None = None
-        self.is_new = False
+        self.is_new = self.has_written = False
         self.groups = 0
         self.rows: list[dict[str, Any]] = []
         self.settings: dict[str, Any] = {
@@ -293,9 +293,21 @@ class _Steps:
 
     def _write(self, batch: RolloutBatch) -> None:
         assert self.where is not None
-        path = self.where / f"{self._number:06d}.jsonl"
-        with one_file(path, overwrite=False) as draft:
+        if not self.has_written:
+            self._make_room(self.where)
+        with one_file(self.where / f"{self._number:06d}.jsonl", overwrite=False) as draft:
             write_jsonl(batch, draft)
+        self.has_written = True
+
+    def _make_room(self, where: Path) -> None:
+        """A resumed run takes the place of the steps after its checkpoint. Raises `SettingError` for another run's rollouts."""
+        later = [path for path in where.glob("[0-9]*.jsonl") if path.stem.isdecimal() and int(path.stem) >= self._number]
+        if later and self._number == 1:
+            raise SettingError(f"{where}: holds the rollouts of another run; give write_rollouts a new folder")
+        for path in later:
+            path.unlink()
+        if later:
+            _LOG.warning(f"{where}: resumed at step {self._number}; {len(later)} files of later steps are removed")
 
     def _probe(self, batch: RolloutBatch) -> None:
         in_force = self.wanted or self.given

@@ -39,7 +39,7 @@ _ROWS_OF_MB = By("samples", "micro-batch")
 _TORCHRL = _local(
     "torchrl",
     "aggregation",
-    "main in 2026",
+    "0.14.1",
     "token_mean",
     (
         (

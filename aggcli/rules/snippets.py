@@ -81,10 +81,11 @@ SNIPPETS = {
             " replay buffer",
             (
                 "the token-level loss, which is the default",
-                "train_batch_size equal to rollout_batch_size * n_samples_per_prompt: one optimizer step a rollout batch",
+                "--train.batch_size equal to --rollout.batch_size * --rollout.n_samples_per_prompt: one optimizer step a"
+                " rollout batch",
             ),
-            (_TERMS, "where a version keeps its arguments in self.args, write that for self.strategy.args"),
-            "main in 2026, read and not run",
+            (_TERMS, "older versions write self.strategy.args.n_samples_per_prompt for self.args.rollout.n_samples_per_prompt"),
+            "0.11.2; its aggregate_loss was run, its trainer was not",
         ),
         Snippet(
             "slime",
@@ -133,8 +134,11 @@ SNIPPETS = {
             "tinker",
             "in the cookbook: datum.loss_fn_inputs['advantages'], between assemble_training_data and forward_backward",
             ("the data of one optim_step: num_substeps=1",),
-            ("tinker's losses sum over tokens, so the factor is the weight of a token itself",),
-            "cookbook in 2026, read and not run",
+            (
+                "tinker's losses sum over tokens, so the factor is the weight of a token itself",
+                "a KL penalty that the cookbook adds to the advantages afterwards is not scaled",
+            ),
+            "cookbook 0.6.1, tinker 0.38.0; its tensors were run, the service cannot be",
         ),
     )
 }
