@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +34,8 @@ from aggcli.analysis.outcomes import (
 from aggcli.analysis.power import Power, power_of
 from aggcli.analysis.statistics import (
     Bounds,
+    DifferenceTest,
     Interval,
-    PairedTest,
     holm,
     holm_levels,
     interquartile_mean,
@@ -43,6 +43,7 @@ from aggcli.analysis.statistics import (
     is_shown,
     paired_test,
     standard_deviation,
+    welch_test,
 )
 from aggcli.errors import SettingError, nearest, some
 from aggcli.measurement.words import plural
@@ -50,15 +51,15 @@ from aggcli.measurement.words import plural
 
 @dataclass(frozen=True)
 class Pair:
-    """An arm against the baseline. `mean` and `baseline_mean`: the two whose difference it is, over the pair's seeds and where
-    its own runs are equal; `p_holm` and `sign_flip_holm`: corrected over all tests of the comparison; `level`: what `test.p`
-    must be below for a difference to be shown, given the other tests; None where there is no test; `most`: the
-    largest difference that there can be.
+    """An arm against the baseline. `mean` and `baseline_mean`: the two whose difference it is, over the pair's seeds (all runs
+    where these are not paired) and where its own runs are equal; `p_holm` and `sign_flip_holm`: corrected over all tests of the
+    comparison; `level`: what `test.p` must be below for a difference to be shown, given the other tests; None where there is no
+    test; `most`: the largest difference that there can be.
     """
 
     baseline: str
     common: Common | None
-    test: PairedTest
+    test: DifferenceTest
     mean: float
     baseline_mean: float
     p_holm: float | None = None
@@ -73,9 +74,11 @@ class Pair:
 
     @functools.cached_property
     def power(self) -> Power | None:
-        """What the pair could have shown; None where its differences have no spread."""
+        """What the pair could have shown; None where its differences have no spread, and where it is not paired by seed."""
         std, n = self.test.std, self.test.difference.n
-        return None if self.level is None or not std else power_of(std, n, self.level, self.most)
+        if self.level is None or not std or self.test.runs is not None:
+            return None
+        return power_of(std, n, self.level, self.most)
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,9 @@ class Estimate:
     pair: Pair | None = None
     unpaired: str = ""
 
-    @property
-    def without(self) -> str:
+    def without(self, each: str = "seed") -> str:
         """Why the mean has no interval; empty where it has one."""
-        return Interval(self.mean, self.low, self.high, len(self.values)).without
+        return Interval(self.mean, self.low, self.high, len(self.values)).without(each)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class Comparison:
 
     `defined`: what each of them is, by name; `window`: the share of the common range that they are means of; `length_unit`:
     what the lengths are counted in; `recorded`: whether the rollouts were recorded before, so that nothing was left to chance.
-    `ratios`: the exponents of fitted curves, which are tested too; `tests`: how many tests Holm's correction is over.
+    `ratios`: the exponents of fitted curves, which are tested too; `tests`: how many tests Holm's correction is over; `paired`:
+    whether arms are compared seed by seed, or run against run without pairs.
     """
 
     baseline: str
@@ -122,6 +125,12 @@ class Comparison:
     recorded: bool = False
     ratios: tuple[EfficiencyPair, ...] = ()
     tests: int = 0
+    paired: bool = True
+
+    @property
+    def each(self) -> str:
+        """What a number of an arm is of: a seed, or a run whose seed is not known."""
+        return "seed" if self.paired else "run"
 
     def named(self, outcome: str) -> str:
         """An outcome as the table names it: `tokens to accuracy 0.75`."""
@@ -137,12 +146,14 @@ def compare(
     reach: float | None = None,
     ends: Mapping[str, Mapping[Path, float]] | None = None,
     ratios: Sequence[EfficiencyPair] = (),
+    paired: bool = True,
 ) -> Comparison:
     """Every outcome of every arm. `baseline`: its label, default the first; `reach`: the accuracy of tokens_to_accuracy.
 
     `window`: share of the common range that an outcome is the mean of; 0 takes the last point alone. `ends`: what
     `aggcli.analysis.evaluations` read of the policies that the runs ended with; `ratios`: the exponents of their fitted curves,
-    tested with the rest. Raises `SettingError` for a baseline that is not among the labels.
+    tested with the rest; `paired`: by seed, else all runs of an arm against all of the baseline (Welch's test). Raises
+    `SettingError` for a baseline that is not among the labels.
     """
     arms = arms_of(runs, baseline)
     base = next(iter(arms))
@@ -154,10 +165,13 @@ def compare(
         found = {label: _estimate(outcome, label, own, terms) for label, own in arms.items()}
         present = {label: estimate for label, estimate in found.items() if estimate is not None}
         if present:
-            outcomes[outcome.name] = _with_pairs(outcome, present, arms, base, terms)
-    notes = [*_notes(arms, base, outcomes), *_not_reached(arms, outcomes, terms.reach), *_all_wrong(outcomes)]
+            outcomes[outcome.name] = _with_pairs(outcome, present, arms, base, terms, _pair if paired else _unpaired)
+    notes = [*_notes(arms, base, outcomes, paired), *_not_reached(arms, outcomes, terms.reach), *_all_wrong(outcomes)]
     notes += _unequal_ends(arms, base) if terms.ends else []
-    return _corrected(Comparison(base, tuple(arms), outcomes, terms.reach, tuple(notes), window=window, ratios=tuple(ratios)))
+    found = Comparison(
+        base, tuple(arms), outcomes, terms.reach, tuple(notes), window=window, ratios=tuple(ratios), paired=paired
+    )
+    return _corrected(found)
 
 
 def _corrected(comparison: Comparison) -> Comparison:
@@ -213,11 +227,16 @@ def _estimate(outcome: Outcome, label: str, runs: Sequence[History], terms: Term
 
 
 def _with_pairs(
-    outcome: Outcome, present: Mapping[str, Estimate], arms: Mapping[str, Sequence[History]], base: str, terms: Terms
+    outcome: Outcome,
+    present: Mapping[str, Estimate],
+    arms: Mapping[str, Sequence[History]],
+    base: str,
+    terms: Terms,
+    against: Callable[[Outcome, Sequence[History], Sequence[History], Terms], Pair | str],
 ) -> dict[str, Estimate]:
     done = {}
     for label, estimate in present.items():
-        pair = _pair(outcome, arms[label], arms[base], terms) if label != base else None
+        pair = against(outcome, arms[label], arms[base], terms) if label != base else None
         unpaired = pair if isinstance(pair, str) else ""
         done[label] = dataclasses.replace(estimate, pair=pair if isinstance(pair, Pair) else None, unpaired=unpaired)
     return done
@@ -240,6 +259,17 @@ def _pair(outcome: Outcome, arm: Sequence[History], base: Sequence[History], ter
     return Pair(base[0].label, span and span.common, test, *means, most=most)
 
 
+def _unpaired(outcome: Outcome, arm: Sequence[History], base: Sequence[History], terms: Terms) -> Pair | str:
+    """All runs of the arm against all of the baseline where they are equal, or why they are not compared."""
+    span, bounds = span_of(outcome, [*arm, *base], terms.window), bounds_of(outcome, [*arm, *base])
+    mine, theirs = (list(values_in(outcome, runs, span, terms).values()) for runs in (arm, base))
+    if not mine or not theirs:
+        return f"not compared: no run of it or of {base[0].label} has a number where they are equal"
+    means = (interval(own).mean for own in (mine, theirs))
+    most = math.inf if bounds is None else bounds[1] - bounds[0]
+    return Pair(base[0].label, span and span.common, welch_test(mine, theirs, bounds), *means, most=most)
+
+
 def _reward_is_accuracy(runs: Sequence[History]) -> bool:
     """Whether the reward is 1 for right and 0 for wrong, so that its mean is the accuracy."""
     return all(
@@ -250,16 +280,18 @@ def _reward_is_accuracy(runs: Sequence[History]) -> bool:
 # -- what is said beside the numbers ----------------------------------------------------------------------------------
 
 
-def _notes(arms: Mapping[str, Sequence[History]], base: str, outcomes: Mapping[str, Mapping[str, Estimate]]) -> list[str]:
+def _notes(
+    arms: Mapping[str, Sequence[History]], base: str, outcomes: Mapping[str, Mapping[str, Estimate]], paired: bool
+) -> list[str]:
     said = []
     for label, runs in arms.items():
         seeds = {run.seed for run in runs}
         shared = seeds & {run.seed for run in arms[base]}
-        if not shared:
+        if paired and not shared:
             said.append(f"{label} and {base} have no seed in common, so they are not paired")
-        elif label != base and len(shared) < max(len(seeds), len(arms[base])):
+        elif paired and label != base and len(shared) < max(len(seeds), len(arms[base])):
             said.append(f"{label} and {base} are paired by the {plural(len(shared), 'seed')} that both have")
-        holes = [run for run in runs if np.isnan(run.tokens).any()]
+        holes = [run for run in runs if np.isnan(run.tokens).any() and not run.source]
         if holes:
             said.append(f"{label}: no tokens are counted behind a missing step, in {len(holes)} of {plural(len(runs), 'run')}")
     for label, estimate in next(iter(outcomes.values()), {}).items():

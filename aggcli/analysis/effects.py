@@ -1,7 +1,8 @@
 """The differences of a comparison, one a mode and outcome, the largest first.
 
 Outcomes have different units, so what is largest is told by the standardised difference: the mean paired difference over its
-standard deviation over seeds (Cohen's d of paired differences, d_z). It says how far a difference stands out of what seeds
+standard deviation over seeds (Cohen's d of paired differences, d_z); of runs that are not paired, over the root of the mean of
+the two arms' variances. It says how far a difference stands out of what seeds
 alone make, not how much it matters.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aggcli.analysis.comparison import Comparison
-from aggcli.analysis.statistics import Interval, PairedTest, is_shown
+from aggcli.analysis.statistics import DifferenceTest, Interval, is_shown
 from aggcli.measurement.words import number, signed
 
 RATIO = "curve/exponent_ratio"
@@ -31,7 +32,7 @@ class Effect:
     head: str
     unit: str
     difference: Interval
-    test: PairedTest
+    test: DifferenceTest
     p_holm: float | None
     mean: float | None = None
     baseline_mean: float | None = None

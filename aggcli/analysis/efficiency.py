@@ -19,7 +19,17 @@ from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
 from aggcli.analysis.histories import AXES, History, with_labels
 from aggcli.analysis.power import Power, power_of
 from aggcli.analysis.sigmoid import CurveParameters, Floats, sigmoid, slopes
-from aggcli.analysis.statistics import SHARE, Bounds, Interval, PairedTest, geometric_interval, interval, paired_test
+from aggcli.analysis.statistics import (
+    SHARE,
+    Bounds,
+    DifferenceTest,
+    Interval,
+    exponential,
+    geometric_interval,
+    interval,
+    paired_test,
+    welch_test,
+)
 
 
 @dataclass(frozen=True)
@@ -47,9 +57,10 @@ class ModeCurve:
 
 @dataclass(frozen=True)
 class EfficiencyPair:
-    """B of a mode over B of the baseline, both fitted under one A. `ratio`: geometric mean over seeds, with its interval;
-    `test`: of ln B paired by seed; `p_holm`: corrected over all tests of the comparison, None until it stands in one, as is
-    `level`, what `test.p` must be below for a difference to be shown.
+    """B of a mode over B of the baseline, both fitted under one A. `ratio`: geometric mean over seeds, with its interval; of
+    runs that are not paired the ratio of the geometric means; `test`: of ln B, paired by seed or not; `p_holm`: corrected over
+    all tests of the comparison, None until it stands in one, as is `level`, what `test.p` must be below for a difference to be
+    shown.
     """
 
     label: str
@@ -57,14 +68,16 @@ class EfficiencyPair:
     asymptote: float
     exponents: Mapping[str, Mapping[int, float]]
     ratio: Interval
-    test: PairedTest
+    test: DifferenceTest
     p_holm: float | None = None
     level: float | None = None
 
     @property
     def power(self) -> Power | None:
-        """What the pair could have shown, in ln B; None where its differences have no spread."""
-        return None if self.level is None or not self.test.std else power_of(self.test.std, self.test.difference.n, self.level)
+        """What the pair could have shown, in ln B; None where its differences have no spread, and where it is not paired."""
+        if self.level is None or not self.test.std or self.test.runs is not None:
+            return None
+        return power_of(self.test.std, self.test.difference.n, self.level)
 
 
 def fit_runs(
@@ -106,7 +119,11 @@ def mode_curves(fitted: Sequence[FittedRun], measure: str = "accuracy") -> dict[
             _within(interval(values["asymptote"], bounds), bounds) if bent else None,
             geometric_interval(values["exponent"]) if bent else None,
             geometric_interval(values["midpoint"]) if bent else None,
-            tuple(f"seed {one.run.seed}: {one.curve.reason}" for one in own if isinstance(one.curve, Refused)),
+            tuple(
+                f"{one.run.source or f'seed {one.run.seed}'}: {one.curve.reason}"
+                for one in own
+                if isinstance(one.curve, Refused)
+            ),
             values,
         )
     return found
@@ -118,22 +135,27 @@ def efficiency(
     axis: str = "tokens",
     measure: str = "accuracy",
     options: FitOptions = FitOptions(),
+    *,
+    paired: bool = True,
 ) -> list[EfficiencyPair]:
-    """Every mode's B against the baseline's under a common A, over the seeds whose curves have bent in both."""
+    """Every mode's B against the baseline's under a common A, over the seeds whose curves have bent in both; where runs are not
+    `paired`, over all runs whose curves have bent."""
     curves = {(one.run.label, one.run.seed): one for one in fitted if isinstance(one.curve, Curve)}
     pairs = []
     for label in with_labels(one.run for one in fitted):
-        seeds = [seed for of, seed in curves if of == label and (baseline, seed) in curves]
-        if label == baseline or not seeds:
+        seeds, others = ([seed for of, seed in curves if of == arm] for arm in (label, baseline))
+        if paired:
+            seeds = others = [seed for seed in seeds if seed in others]
+        if label == baseline or not seeds or not others:
             continue
-        both = [curves[of, seed] for of in (label, baseline) for seed in seeds]
+        both = [*(curves[label, seed] for seed in seeds), *(curves[baseline, seed] for seed in others)]
         asymptote, found = common_asymptote(both, axis, measure, options)
-        mine = {seed: found[at].exponent for at, seed in enumerate(seeds)}
-        theirs = {seed: found[at + len(seeds)].exponent for at, seed in enumerate(seeds)}
+        exponents = [one.exponent for one in found]
+        mine, theirs = dict(zip(seeds, exponents, strict=False)), dict(zip(others, exponents[len(seeds) :], strict=True))
         logs, against = ({seed: math.log(B) for seed, B in own.items()} for own in (mine, theirs))
-        test = paired_test(logs, against)
+        test = paired_test(logs, against) if paired else welch_test([*logs.values()], [*against.values()])
         assert test is not None
-        ratio = geometric_interval([mine[seed] / theirs[seed] for seed in seeds])
+        ratio = geometric_interval([mine[seed] / theirs[seed] for seed in seeds]) if paired else exponential(test.difference)
         pairs.append(EfficiencyPair(label, baseline, asymptote, {label: mine, baseline: theirs}, ratio, test))
     return pairs
 

@@ -30,9 +30,12 @@ _MEANS = {
     "entropy_loss": "samples",
 }
 """Column -> what it was averaged over: its weight where a rollout step has several optimizer steps."""
-MEASURES = ("accuracy", *_MEANS)
+MEASURES = ("accuracy", *_MEANS, "kl")
+"""`kl`, the divergence from the reference policy, is in other trainers' logs only: in our records the mode weights it."""
 AXES = {"steps": "rollout steps", "tokens": "response tokens", "seconds": "seconds"}
 """What a curve can be drawn against, and its unit."""
+LOGGED_TOKENS = "tokens as logged"
+"""Unit of the tokens of other trainers: most count those of prompts too."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class History:
     where no seconds are recorded. `evaluation`: on fresh prompts after training, None where the run was not evaluated.
     `diverged`: the rollout step in which it diverged, and what is said of it; None where it did not. `length_unit`: what
     lengths and tokens are counted in. `modes`: in a replay, those asked for, the first the baseline of its gradients.
+    `source`: the log that another trainer left, which the run was read from; empty for a results directory of ours.
     """
 
     directory: Path
@@ -65,6 +69,7 @@ class History:
     diverged: tuple[int, str] | None = None
     length_unit: str = "tokens"
     modes: tuple[str, ...] = ()
+    source: str = ""
 
     def axis(self, name: str) -> Floats:
         """`steps`, `tokens` or `seconds`, as float64 [E]."""
@@ -187,6 +192,7 @@ def _measures(parts: Mapping[str, Floats], totals: Mapping[str, Floats], starts:
             known = np.isfinite(parts[name])
             weight = np.where(known, np.where(np.isnan(weights[over]), 1.0, weights[over]), 0.0)
             found[name] = _sums(np.where(known, parts[name], 0.0) * weight, starts) / _sums(weight, starts)
+    found["kl"] = np.full(len(starts), np.nan)
     return {name: np.where(np.isfinite(values), values, np.nan) for name, values in found.items()}
 
 

@@ -109,6 +109,7 @@ OUTCOMES = {
             "end",
         ),
         Outcome("entropy_loss", "entropy of the policy", "nats", "entropy_loss"),
+        Outcome("kl", "KL divergence from the reference policy, as logged", "nats", "kl"),
         Outcome("tokens", "tokens trained on before the last common step", "tokens", "tokens"),
     )
 }

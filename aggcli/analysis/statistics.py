@@ -10,6 +10,9 @@ difference of two shares lies within the distance of the bounds, where its inter
 Decisions use the paired t-test at 5 %, corrected by Holm over all tests of a comparison. The exact sign-flip permutation
 p-value stands beside it: it assumes no law of the differences but that they are as likely of one sign as of the other, and it
 cannot fall below its floor of 2/2^n, so below 6 seeds it never reaches 5 %.
+
+Runs whose seeds are not known, as those of other trainers may be, are not paired: their means are compared by Welch's t-test
+(Welch, 1947), which assumes no common spread of the two arms.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.special import expit, logit, stdtrit
@@ -44,12 +48,11 @@ class Interval:
     high: float | None
     n: int
 
-    @property
-    def without(self) -> str:
-        """Why there is no interval; empty where there is one."""
+    def without(self, each: str = "seed") -> str:
+        """Why there is no interval; empty where there is one. `each`: what the numbers are of, seed or run."""
         if self.low is not None:
             return ""
-        return "one seed" if self.n == 1 else f"the same in all {plural(self.n, 'seed')}"
+        return f"one {each}" if self.n == 1 else f"the same in all {plural(self.n, each)}"
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,23 @@ class SignFlip:
 
 
 @dataclass(frozen=True)
-class PairedTest:
-    """A paired difference and what speaks against it being 0.
+class DifferenceTest:
+    """A difference of two arms, paired by seed or not, and what speaks against it being 0.
 
-    `p`: paired t-test; None for a single seed, as is `sign_flip`. A difference that is the same in all seeds, be it 0, has no
-    interval: a spread of 0 over a few seeds is a matter of luck, not of certainty. `std`: of the differences, with n-1; None
-    where there is no interval.
+    Paired: `p` is the paired t-test's; None for a single seed, as is `sign_flip`. A difference that is the same in all seeds,
+    be it 0, has no interval: a spread of 0 over a few seeds is a matter of luck, not of certainty. `std`: of the differences,
+    with n-1; None where there is no interval.
+
+    Not paired: `runs` are the numbers of runs of the arm and of the baseline, None where paired; `difference.n` is the smaller;
+    `p` is Welch's, None where an arm is of one run or neither has a spread, and there is no interval then; no `sign_flip`;
+    `std`: root of the mean of the two variances.
     """
 
     difference: Interval
     p: float | None
     sign_flip: SignFlip | None
     std: float | None = None
+    runs: tuple[int, int] | None = None
 
 
 def student_t(freedom: float) -> float:
@@ -125,7 +133,11 @@ def cut(found: Interval, bounds: Bounds | None) -> Interval:
 
 def geometric_interval(values: Sequence[float]) -> Interval:
     """`interval` of the logarithms, taken back: the geometric mean of positive values, with bounds that stay positive."""
-    found = interval([math.log(value) for value in values])
+    return exponential(interval([math.log(value) for value in values]))
+
+
+def exponential(found: Interval) -> Interval:
+    """An interval of logarithms, taken back."""
     low, high = (None if bound is None else math.exp(bound) for bound in (found.low, found.high))
     return Interval(math.exp(found.mean), low, high, found.n)
 
@@ -174,7 +186,9 @@ def sign_flip(differences: Sequence[float]) -> SignFlip | None:
     return SignFlip(float(found.pvalue), 2 / 2**n, exact=True)
 
 
-def paired_test(values: Mapping[int, float], baseline: Mapping[int, float], bounds: Bounds | None = None) -> PairedTest | None:
+def paired_test(
+    values: Mapping[int, float], baseline: Mapping[int, float], bounds: Bounds | None = None
+) -> DifferenceTest | None:
     """Difference, interval, t-test and sign-flip test over the seeds that both have; None without a common seed.
 
     Equal differences (but for rounding), of 0 too, have no spread that a t-test could measure them by: their p is the
@@ -186,13 +200,30 @@ def paired_test(values: Mapping[int, float], baseline: Mapping[int, float], boun
     differences = [values[seed] - baseline[seed] for seed in common]
     found, flipped = cut(interval(differences), bounds), sign_flip(differences)
     if flipped is None:
-        return PairedTest(found, None, None)
+        return DifferenceTest(found, None, None)
     if max(differences) - min(differences) <= _ROUNDING * max(map(abs, differences)):
-        return PairedTest(found, flipped.p, flipped)
+        return DifferenceTest(found, flipped.p, flipped)
     from scipy import stats
 
     _, p = stats.ttest_1samp(differences, 0.0)
-    return PairedTest(found, float(p), flipped, standard_deviation(differences))  # pyright: ignore[reportArgumentType]: the stubs know no pair of numbers
+    return DifferenceTest(found, float(p), flipped, standard_deviation(differences))  # pyright: ignore[reportArgumentType]: the stubs know no pair of numbers
+
+
+def welch_test(values: Sequence[float], baseline: Sequence[float], bounds: Bounds | None = None) -> DifferenceTest:
+    """Difference of the means, its 95 % interval and p, both Welch's, of runs that are not paired: one value a run, one at
+    least in each arm."""
+    runs = (len(values), len(baseline))
+    difference = math.fsum(values) / runs[0] - math.fsum(baseline) / runs[1]
+    largest = max(map(abs, (*values, *baseline)))
+    spreads = [max(own) - min(own) for own in (values, baseline)]
+    if min(runs) == 1 or max(spreads) <= _ROUNDING * largest:
+        return DifferenceTest(Interval(difference, None, None, min(runs)), None, None, runs=runs)
+    from scipy import stats
+
+    found: Any = stats.ttest_ind(values, baseline, equal_var=False)  # the stubs know no result with an interval
+    low, high = map(float, found.confidence_interval(CONFIDENCE))
+    std = math.sqrt(float(np.var(values, ddof=1) + np.var(baseline, ddof=1)) / 2)
+    return DifferenceTest(cut(Interval(difference, low, high, min(runs)), bounds), float(found.pvalue), None, std, runs)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -14,7 +14,7 @@ from aggcli.analysis.comparison import Comparison, arms_of, compare
 from aggcli.analysis.divergence import Diverged, collapsed_in_words, diverged_of, in_words, unfinished
 from aggcli.analysis.efficiency import MOST_FITS, EfficiencyPair, FittedRun, ModeCurve, efficiency, fit_runs, mode_curves
 from aggcli.analysis.evaluations import evaluations_of
-from aggcli.analysis.histories import AXES, History, shared_seconds
+from aggcli.analysis.histories import AXES, LOGGED_TOKENS, History, shared_seconds
 from aggcli.analysis.outcomes import WINDOW
 from aggcli.analysis.recorded import compare_recorded, on_recorded_rollouts, recorded_verdict
 from aggcli.analysis.settings import SettingDifference, differences, labelled, warnings, without_duplicates
@@ -78,12 +78,14 @@ def study(
     reach: float | None = None,
     fit: bool | None = None,
     axis: str = "tokens",
+    paired: bool = True,
 ) -> Study:
     """Compare the runs that sampled their own rollouts; where none did, those on recorded rollouts, by what modes change there.
 
     `silent`: directories of runs without a recorded step, which may have diverged; `fit`: fit compute-performance curves
-    against `axis` (tokens, steps or seconds), by default for up to `MOST_FITS` runs; see `compared_runs` and `compare` for the
-    rest. Raises `SettingError`, and `RecordError` for runs whose lengths are in different units.
+    against `axis` (tokens, steps or seconds), by default for up to `MOST_FITS` runs; `paired`: by seed, else
+    by Welch's test; see `compared_runs` and `compare` for the rest. Raises `SettingError`, and `RecordError` for runs whose
+    lengths are in different units.
     """
     runs, recorded, notes = compared_runs(read)
     unit = one_length_unit({run.directory: run.length_unit for run in runs})
@@ -97,13 +99,13 @@ def study(
         notes += ["--fit: the accuracy of recorded rollouts is no learning curve, so none is fitted"] if fit else []
     else:
         ends, missing = evaluations_of(runs)
-        curves, refused = _curves(runs, next(iter(arms_of(runs, baseline))), fit, axis)
-        comparison = compare(runs, baseline, window=window, reach=reach, ends=ends, ratios=curves.ratios)
+        curves, refused = _curves(runs, next(iter(arms_of(runs, baseline))), fit, axis, paired)
+        comparison = compare(runs, baseline, window=window, reach=reach, ends=ends, ratios=curves.ratios, paired=paired)
         comparison = replace(comparison, length_unit=unit)
         curves = replace(curves, ratios=comparison.ratios)
         found = verdict(comparison, runs)
         notes += [*missing, *comparison.notes, *refused]
-    differing = tuple(differences(runs))
+    differing = tuple(differences([run for run in runs if not run.source]))  # the settings of others are not known
     collapsed = "" if recorded else collapsed_in_words(runs)
     first = tuple(filter(None, (in_words(gone, Counter(run.label for run in runs)), collapsed)))
     answer = Answer((*first, *found.answer.sentences))
@@ -111,7 +113,7 @@ def study(
     return Study(tuple(runs), recorded, comparison, found, tuple(notes), gone, differing, curves)
 
 
-def _curves(runs: Sequence[History], baseline: str, fit: bool | None, axis: str) -> tuple[Curves, list[str]]:
+def _curves(runs: Sequence[History], baseline: str, fit: bool | None, axis: str, paired: bool) -> tuple[Curves, list[str]]:
     """The curves, and notes on those that are not fitted."""
     if fit is False:
         return Curves(), []
@@ -119,7 +121,8 @@ def _curves(runs: Sequence[History], baseline: str, fit: bool | None, axis: str)
         return Curves(), [f"{len(runs)} runs: no curves are fitted to more than {MOST_FITS} unless --fit asks for it"]
     measure = "accuracy" if any(np.isfinite(run.measures["accuracy"]).any() for run in runs) else "raw_reward"
     fitted = fit_runs(runs, axis, measure)
-    found = Curves(tuple(fitted), tuple(efficiency(fitted, baseline, axis, measure)), AXES[axis], measure)
+    unit = LOGGED_TOKENS if axis == "tokens" and any(run.source for run in runs) else AXES[axis]
+    found = Curves(tuple(fitted), tuple(efficiency(fitted, baseline, axis, measure, paired=paired)), unit, measure)
     notes = [
         f"{label}: no curve is fitted to {len(curve.refused)} of its runs ({curve.refused[0]}"
         + (f"; {len(curve.refused) - 1} more not shown)" if len(curve.refused) > 1 else ")")

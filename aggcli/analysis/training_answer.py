@@ -44,11 +44,12 @@ def _answer(comparison: Comparison, rankings: Sequence[Ranking], behind: str) ->
     if not effects:
         return Answer((f"No verdict: no other mode can be paired with {base}.",))
     if not comparison.tests:
-        return Answer((_untested(rankings, effects, base), "Give more seeds."))
+        return Answer((_untested(comparison, rankings, effects), f"Give more {comparison.each}s."))
     shown = [one for one in effects if one.shown]
     if not any(_can_tell(pair) for pair in _all_pairs(comparison)) and not comparison.ratios:
         modes = listed(_few([label for label in comparison.labels if label != base]), "or")
-        alike = f"each outcome paired over two seeds or more is the same under {modes} as under {base}"
+        two = "paired over two seeds" if comparison.paired else "of two runs"
+        alike = f"each outcome {two} or more is the same under {modes} as under {base}"
         return Answer((f"No difference has a spread to test by: {alike}.",))
     if not shown:
         power = _power(comparison, rankings)
@@ -71,18 +72,20 @@ def _alone(comparison: Comparison, behind: str) -> str:
         return "Neither accuracy nor reward was recorded."
     one = comparison.outcomes[success][comparison.baseline]
     bounds = "" if one.low is None or one.high is None else f" [{number(one.low, 4)}, {number(one.high, 4)}]"
-    seeds = plural(len(one.values), "seed")
+    seeds = plural(len(one.values), comparison.each)
     of = f", {behind}" if behind else ""
     return f"{comparison.baseline}: {comparison.named(success)} {number(one.mean, 4) or '0'}{bounds} over {seeds}{of}."
 
 
-def _untested(rankings: Sequence[Ranking], effects: Sequence[Effect], base: str) -> str:
-    """One seed, or differences of which each has one."""
+def _untested(comparison: Comparison, rankings: Sequence[Ranking], effects: Sequence[Effect]) -> str:
+    """One seed, or differences of which each has one; of runs that are not paired, an arm of one, or arms without a spread."""
+    base = comparison.baseline
     success = rankings[0].outcome if rankings else effects[0].outcome
     own = [one for one in effects if one.outcome == success]
     labels = listed(_few([one.label for one in own]), "or") if own else "another mode"
     sizes = "; ".join(f"{one.label}: {one.text}" for one in own[:_MOST])
-    return f"One seed: no interval and no test, so no difference can be shown between {base} and {labels} ({sizes})."
+    why = "One seed" if comparison.paired else "An arm of one run, or runs that do not differ"
+    return f"{why}: no interval and no test, so no difference can be shown between {base} and {labels} ({sizes})."
 
 
 def _shown(comparison: Comparison, shown: Sequence[Effect]) -> list[str]:
@@ -95,7 +98,7 @@ def _shown(comparison: Comparison, shown: Sequence[Effect]) -> list[str]:
     if len(shown) == 1:
         return [f"{of} is shown: {named[0]}."]
     more = [f"{len(shown) - _MOST} more in the table"] if len(shown) > _MOST else []
-    first = f"{of} are shown; the largest against its spread over seeds: {named[0]}."
+    first = f"{of} are shown; the largest against its spread over {comparison.each}s: {named[0]}."
     return [first, f"Next: {'; '.join([*named[1:], *more])}."]
 
 
@@ -167,11 +170,20 @@ def _power(comparison: Comparison, rankings: Sequence[Ranking]) -> str:
 def _sureness(comparison: Comparison, behind: str) -> str:
     """`3 seeds, so only large differences can be shown; an accuracy is of 512 fresh prompts a seed; p < 5 % ...`"""
     counts = sorted({pair.test.difference.n for pair in _all_pairs(comparison)})
-    seeds = plural(counts[-1], "seed")
+    seeds = plural(counts[-1], "seed") if comparison.paired else _runs(comparison)
     few = ", so few that only large differences can be shown" if counts[-1] <= FEW_SEEDS else ""
+    if not comparison.paired:
+        few += "; they are not paired, since their seeds are not known to be the same"
     corrected = f", corrected by Holm over all {comparison.tests} tests," if comparison.tests > 1 else ""
     of = f"; accuracy at equal steps is of {behind}" if behind else ""
-    return f"{seeds}{few}{of}; a difference is shown where the p of its paired t-test{corrected} is below 5 %."
+    test = "paired t-test" if comparison.paired else "Welch t-test"
+    return f"{seeds}{few}{of}; a difference is shown where the p of its {test}{corrected} is below 5 %."
+
+
+def _runs(comparison: Comparison) -> str:
+    """`3 runs an arm`, or `3 to 5 runs an arm`: of arms that are not paired."""
+    counts = sorted({len(one.values) for of in comparison.outcomes.values() for one in of.values()})
+    return f"{plural(counts[0], 'run') if len(counts) == 1 else f'{counts[0]} to {counts[-1]} runs'} an arm"
 
 
 def _can_tell(pair: Pair | None) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aggcli.analysis.answer import Answer
-from aggcli.analysis.comparison import Comparison, Estimate
+from aggcli.analysis.comparison import Comparison, Estimate, Pair
 from aggcli.analysis.outcomes import Common
 from aggcli.analysis.power import Power
 from aggcli.analysis.statistics import Interval, SignFlip
@@ -138,7 +138,7 @@ def _standing(outcome: Estimate, baseline: str) -> Standing:
     if pair.shown:
         word = "higher" if difference.mean > 0 else "lower"
     power = None if pair.shown else pair.power
-    text = f"{outcome.label}: {word}, {_evidence(difference, pair.p_holm, flip)}{could_show(power)}"
+    text = f"{outcome.label}: {word}, {_evidence(pair)}{could_show(power)}"
     return Standing(outcome.label, outcome.mean, difference, pair.p_holm, flip, word, pair.common, text, power)
 
 
@@ -179,9 +179,16 @@ def _where(standings: Sequence[Standing], window: float) -> str:
     return f", mean of {part}, {steps}"
 
 
-def _evidence(found: Interval, p_holm: float | None, flip: SignFlip | None) -> str:
-    """`+0.107 [+0.078, +0.135], Holm p = 0.0039, sign-flip p = 0.25 (floor 0.25), 3 seeds`."""
+def _evidence(pair: Pair) -> str:
+    """`+0.107 [+0.078, +0.135], Holm p = 0.0039, sign-flip p = 0.25 (floor 0.25), 3 seeds`; of runs that are not paired
+    `+0.107 [+0.078, +0.135], Holm p = 0.0039, 3 runs against 4`."""
+    found, p_holm, flip = pair.test.difference, pair.p_holm, pair.test.sign_flip
     mean = signed(found.mean, 3)
+    if pair.test.runs is not None:
+        counts = f"{plural(pair.test.runs[0], 'run')} against {pair.test.runs[1]}"
+        if p_holm is None or found.low is None or found.high is None:
+            return f"{mean}, {counts}: no interval and no test"
+        return f"{mean} [{signed(found.low, 3)}, {signed(found.high, 3)}], Holm p {_p(p_holm)}, {counts}"
     if p_holm is None or flip is None:
         return f"{mean}; one seed: no interval and no test"
     tested = f"Holm p {_p(p_holm)}, sign-flip p {_p(flip.p)} (floor {flip.floor:.2g})"

@@ -42,6 +42,7 @@ _WITH_DIRECTORIES = (
 """Options of the comparison of results directories."""
 
 
+_OTHERS = "With runs of other trainers"
 _AXES = ("tokens", "steps", "seconds")
 
 
@@ -80,6 +81,24 @@ def compare(
     samples: SamplesOption = True,
     dry_run: DryRunOption = False,
     resume: ResumeOption = False,
+    curves: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--curves",
+            metavar="NAME=PATTERN",
+            help="An arm of runs of other trainers. Event files, trainer_state.json, CSV or JSON lines; give one for each arm.",
+            rich_help_panel=_OTHERS,
+        ),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="KEY=COLUMN",
+            help="The column of a measure in their logs. Such as reward=critic/rewards/mean; known names need none.",
+            rich_help_panel=_OTHERS,
+        ),
+    ] = None,
     baseline: Annotated[
         str | None, _of_directories("--baseline", "MODE", "Mode that the others are paired with. Default: the first.")
     ] = None,
@@ -118,17 +137,25 @@ def compare(
     """
     directories, rollouts = _told_apart(paths or ())
     given = with_paths(given, rollouts)
-    if directories:
+    if metric and not curves:
+        raise SettingError("--metric: names a column of the logs of other trainers; give their runs with --curves")
+    if directories or curves:
+        if directories and curves:
+            raise SettingError(
+                f"{directories[0]}: results directories beside --curves are an arm too: --curves NAME={directories[0]}"
+            )
         names = [*map(flag, given), *_asked_for(context, "config", "output", "overwrite", "samples", "dry_run", "resume")]
         if names:
+            what = "results directories" if directories else "logs"
             it = "it" if len(names) == 1 else "them"
-            raise SettingError(f"{', '.join(names)}: nothing is run when results directories are compared; leave {it} out")
-        from aggcli.jobs.compare import ComparisonOptions
+            raise SettingError(f"{', '.join(names)}: nothing is run when {what} are compared; leave {it} out")
+        from aggcli.jobs.compare import ComparisonOptions, compare_curves
         from aggcli.jobs.compare import compare as compared
 
         check_format(format)
         options = ComparisonOptions(baseline, precision, sort_by, only_changed, reach, window, fit, axis, plan, plan_outcome)
-        print_comparison(compared(directories, options), "json" if json else format)
+        found = compare_curves(curves, metric or (), options) if curves else compared(directories, options)
+        print_comparison(found, "json" if json else format)
         return ExitCode.DONE
     if names := _asked_for(context, *_WITH_DIRECTORIES):
         holds = "only holds" if len(names) == 1 else "only hold"

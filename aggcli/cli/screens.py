@@ -80,8 +80,8 @@ SCREENS: dict[str, Screen] = {
     "compare": Screen(
         "Modes side by side: results directories, rollouts, or trained here",
         {
-            "What to compare": ("paths", "modes", "recipe", "task", "steps", "seeds"),
-            "With results directories": ("baseline", "reach", "plan", "only_changed", "format"),
+            "What to compare": ("paths", "curves", "modes", "recipe", "task", "steps", "seeds"),
+            "With results directories": ("baseline", "reach", "plan", "format"),
             "Loss and layout, where something is run": ("eps_clip", "loss_aggregation_divisor", "layouts", "global_batch_size"),
             "Output": (*_OUTPUT, "resume"),
         },

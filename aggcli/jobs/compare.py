@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from aggcli.analysis.answer import Answer
+    from aggcli.analysis.histories import History
     from aggcli.analysis.plan import Plan
     from aggcli.analysis.study import Study
     from aggcli.report.comparison_rows import Row
@@ -112,7 +113,7 @@ class ComparisonResult(Shown):
             return f"{tables.recorded_caption(self.rows)} {what_no_mode_changes(self.study.runs)}"
         tests, reach = self.study.comparison.tests, self.options.reach
         terminal = kind == "table"
-        own = {"tests": tests, "iqm": terminal, "half_widths": terminal, "reach": reach}
+        own = {"tests": tests, "paired": self.study.comparison.paired, "iqm": terminal, "half_widths": terminal, "reach": reach}
         return tables.caption(self.rows, self.options.precision, **own)
 
     def as_json(self) -> dict[str, Any]:
@@ -126,6 +127,7 @@ class ComparisonResult(Shown):
             "schema": SCHEMA,
             "baseline": comparison.baseline,
             "modes": list(comparison.labels),
+            "paired": comparison.paired,
             "answer": list(self.answer.sentences),
             "verdict": verdict_json(study.verdict),
             **({} if self.plan is None else {"plan": asdict(self.plan)}),
@@ -153,18 +155,47 @@ class ComparisonResult(Shown):
 def compare(directories: Sequence[Path], options: ComparisonOptions | None = None) -> ComparisonResult:
     """Compare the runs in these results directories, by mode. Raises `SettingError` and `RecordError`."""
     from aggcli.analysis.histories import read_histories, without_steps
+
+    read, notes = read_histories(directories)
+    return _compared(read, notes, options or ComparisonOptions(), silent=without_steps(directories, read))
+
+
+def compare_curves(
+    curves: Sequence[str], metrics: Sequence[str] = (), options: ComparisonOptions | None = None
+) -> ComparisonResult:
+    """Compare runs that other trainers made, by arm. `curves`: `NAME=PATTERN`, an arm each; `metrics`: `KEY=COLUMN`
+    (`aggcli.analysis.arms`). Raises `SettingError` and `RecordError`.
+    """
+    from aggcli.analysis.arms import read_arms
+
+    asked = options or ComparisonOptions()
+    if asked.axis == "seconds":
+        raise SettingError(
+            "--axis seconds: the seconds of other trainers' runs are not read; leave it out, or give --axis steps"
+        )
+    arms = read_arms(curves, metrics)
+    if asked.plan is not None and not arms.paired:
+        raise SettingError(
+            "--plan: counts seeds from the spread of paired differences, and these runs are not paired by seed; leave it out"
+        )
+    return _compared(arms.runs, arms.notes, asked, paired=arms.paired)
+
+
+def _compared(
+    read: Sequence[History], notes: Sequence[str], asked: ComparisonOptions, *, silent: Sequence[Path] = (), paired: bool = True
+) -> ComparisonResult:
     from aggcli.analysis.study import study
     from aggcli.report.comparison_rows import curve_rows, rows_of
 
-    asked = options or ComparisonOptions()
-    read, notes = read_histories(directories)
-    silent = without_steps(directories, read)
-    found = study(read, asked.baseline, silent=silent, window=asked.window, reach=asked.reach, fit=asked.fit, axis=asked.axis)
+    terms = {"window": asked.window, "reach": asked.reach, "fit": asked.fit, "axis": asked.axis}
+    found = study(read, asked.baseline, silent=silent, paired=paired, **terms)
     rows = rows_of(found.comparison, asked.precision, asked.sort_by, only_changed=asked.only_changed)
     plan = None if asked.plan is None else _planned(found, asked.plan, asked.plan_outcome)
     if plan is not None:
         found = replace(found, verdict=replace(found.verdict, plan=(plan.heading, plan.lines)))
-    return ComparisonResult(asked, found, (*rows, *curve_rows(found.curves)), (*notes, *found.notes), plan)
+    return ComparisonResult(
+        asked, found, (*rows, *curve_rows(found.curves, found.comparison.each)), (*notes, *found.notes), plan
+    )
 
 
 def _planned(found: Study, difference: float, outcome: str | None) -> Plan:

@@ -84,8 +84,9 @@ def rows_of(
     return rows
 
 
-def curve_rows(curves: Curves) -> list[Row]:
-    """The fitted curves: A, B and C_mid of each mode over the seeds that have bent, and B under the pair's common A."""
+def curve_rows(curves: Curves, each: str = "seed") -> list[Row]:
+    """The fitted curves: A, B and C_mid of each mode over the seeds that have bent, and B under the pair's common A. `each`:
+    what a curve is of (`Comparison.each`)."""
     rows = []
     axis_unit, share = curves.unit, curves.measure == "accuracy"
     heads = (
@@ -100,11 +101,11 @@ def curve_rows(curves: Curves) -> list[Row]:
             if found is not None:
                 beyond = sum(value > 1 for value in curve.values["asymptote"]) if share and name == "curve/asymptote" else 0
                 seeds = found.n + len(curve.refused)
-                said = [f"bent in {found.n} of {plural(seeds, 'seed')}"] if curve.refused else []
-                said += [f"fitted above 1 in {plural(beyond, 'seed')}"] if beyond else []
+                said = [f"bent in {found.n} of {plural(seeds, each)}"] if curve.refused else []
+                said += [f"fitted above 1 in {plural(beyond, each)}"] if beyond else []
                 where = ", ".join(said)
                 own = (label, found.n, found.mean, std, found.low, found.high, None)
-                rows.append(Row(name, head, unit, better, where, *own, no_interval=found.without))
+                rows.append(Row(name, head, unit, better, where, *own, no_interval=found.without(each)))
     for pair in curves.ratios:
         found, flip = pair.ratio, pair.test.sign_flip
         power = None if is_shown(pair.p_holm) else pair.power
@@ -119,7 +120,7 @@ def curve_rows(curves: Curves) -> list[Row]:
                 pair.label,
                 found.n,
                 found.mean,
-                standard_deviation([mine[seed] / theirs[seed] for seed in mine]),
+                standard_deviation([mine[seed] / theirs[seed] for seed in mine]) if pair.test.runs is None else None,
                 found.low,
                 found.high,
                 None,
@@ -132,7 +133,7 @@ def curve_rows(curves: Curves) -> list[Row]:
                 level=pair.level,
                 smallest_difference=power and math.exp(min(power.smallest, 700.0)),
                 seeds_for_half=power and power.seeds_for_half,
-                no_interval=found.without,
+                no_interval=found.without(each),
             )
         )
     return rows
@@ -190,7 +191,9 @@ def _row(comparison: Comparison, name: str, outcome: Estimate) -> Row:
         outcome.low,
         outcome.high,
         outcome.interquartile_mean,
-        no_interval="of these rollouts alone" if comparison.recorded and len(outcome.values) == 1 else outcome.without,
+        no_interval="of these rollouts alone"
+        if comparison.recorded and len(outcome.values) == 1
+        else outcome.without(comparison.each),
         no_difference=outcome.unpaired,
     )
     if outcome.pair is None:
@@ -203,7 +206,7 @@ def _row(comparison: Comparison, name: str, outcome: Estimate) -> Row:
         **{
             **vars(base),
             "baseline": outcome.pair.baseline,
-            "pairs": test.difference.n,
+            "pairs": test.difference.n if test.runs is None else None,
             "pair_mean": outcome.pair.mean,
             "baseline_pair_mean": outcome.pair.baseline_mean,
             "compared_from": outcome.pair.common and outcome.pair.common.start,
@@ -222,7 +225,7 @@ def _row(comparison: Comparison, name: str, outcome: Estimate) -> Row:
             "level": outcome.pair.level,
             "smallest_difference": power and power.smallest,
             "seeds_for_half": power and power.seeds_for_half,
-            "no_difference_interval": test.difference.without,
+            "no_difference_interval": test.difference.without(comparison.each),
             "no_smallest_difference": "no possible difference" if beyond else "",
         }
     )

@@ -123,26 +123,30 @@ def caption(
     precision: int,
     *,
     tests: int = 0,
+    paired: bool = True,
     iqm: bool = False,
     half_widths: bool = False,
     reach: float | None = None,
 ) -> str:
-    """How to read the numbers. `tests`: how many tests the p-values are corrected over; `iqm`: whether the table has
-    interquartile means; `half_widths`: whether symmetric intervals are ± half their width;
+    """How to read the numbers. `tests`: how many tests the p-values are corrected over; `paired`: whether differences are, by
+    seed; `iqm`: whether the table has interquartile means; `half_widths`: whether symmetric intervals are ± half their width;
     `reach`: the accuracy that was asked for, None where it is the baseline's own.
     """
     own_means = [_OWN_MEANS] if any(_has_own_means(row, rows, precision) for row in rows) else []
     if all(row.n == 1 for row in rows):
-        return " ".join(["One seed: no interval.", *own_means, *_level(rows, reach)])
-    shape = " [95 % interval over seeds, by Student's t]"
+        return " ".join([f"One {'seed' if paired else 'run an arm'}: no interval.", *own_means, *_level(rows, reach)])
+    over = "seeds" if paired else "runs"
+    shape = f" [95 % interval over {over}, by Student's t]"
     if half_widths:
-        shape = " and 95 % interval over seeds, by Student's t: ± half its width where it is symmetric, else [from, to]"
-    said = [f"Mean{shape}; differences are paired by seed."]
+        shape = f" and 95 % interval over {over}, by Student's t: ± half its width where it is symmetric, else [from, to]"
+    said = [f"Mean{shape}; differences are {'paired by seed' if paired else 'of the means of runs that are not paired'}."]
     said += [*_bounded(rows), *_logarithmic(rows), *own_means]
     tested = [row for row in rows if row.p_holm is not None]
     if tested:
         by = f"corrected by Holm over all {tests} tests of the comparison" if tests > 1 else "one test, not corrected"
-        said += [f"p: paired t-test, {by}; {NO_DIFFERENCE} where it shows no difference (5 % or more).", _sign_flip(tested)]
+        test = "paired t-test" if paired else "Welch t-test, as is the interval of a difference"
+        said.append(f"p: {test}, {by}; {NO_DIFFERENCE} where it shows no difference (5 % or more).")
+        said += [_sign_flip(tested)] if paired else []
         said += ["Each interval holds for itself at 95 %, uncorrected."] if tests > 1 else []
         if any(row.smallest_difference is not None or row.no_smallest_difference for row in rows):
             said.append(
@@ -150,10 +154,10 @@ def caption(
                 " tested at, and the seeds that half of it takes if the spread stays (of B a factor, and its root); no possible"
                 " difference: it lies beyond the outcome's range."
             )
-        if any(row.difference is not None and row.difference_low is None for row in tested):
+        if paired and any(row.difference is not None and row.difference_low is None for row in tested):
             said.append("A difference that is the same in all seeds has no interval, and its p is the sign-flip's.")
     if iqm and any(row.interquartile_mean is not None for row in rows):
-        said.append("IQM: mean of the middle half of the seeds.")
+        said.append(f"IQM: mean of the middle half of the {over}.")
     return " ".join([*said, *_level(rows, reach)])
 
 
@@ -298,7 +302,7 @@ def _cells(row: Row, rows: Sequence[Row], precision: int, where: str, width: int
         ) or (_signed(row.difference, precision), _difference_bounds(row, precision))
         lines += _line(f"    minus {row.baseline}", difference, bounds, [_evidence(row), _could_show(row)], width)
         if _has_own_means(row, rows, precision):
-            over = [row.compared_where, plural(row.pairs or 0, "seed") if row.pairs != row.n else ""]
+            over = [row.compared_where, plural(row.pairs, "seed") if row.pairs not in (None, row.n) else ""]
             lines += _folded(f"{_UNDER}{', '.join(filter(None, [_own_means(row, precision), *over]))}", width)
     return lines
 

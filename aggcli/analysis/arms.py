@@ -1,0 +1,263 @@
+"""Runs that other trainers made, as arms of a comparison: `NAME=PATTERN` gives an arm, each run that it matches one `History`.
+
+Results directories of ours may be among them. Arms are paired by seed only where every run tells its seed (ours by their
+records, others by a name such as `seed1`, `seed-1` or `s1` in their path) and all arms have the same seeds; otherwise runs are
+not paired. A number of a step is what the trainer logged at it: a mean over that step, or over the steps since it logged last.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from natsort import natsorted
+
+from aggcli.analysis.directories import holds_results
+from aggcli.analysis.histories import MEASURES, Floats, History, read_histories
+from aggcli.analysis.log_names import KEYS, KNOWN, column_of, like
+from aggcli.analysis.logs import STEP_NAMES, Log, read_logs
+from aggcli.errors import RecordError, SettingError, nearest, some
+from aggcli.measurement.words import listed, plural
+
+_SEED = re.compile(r"(?:^|[^a-z0-9])(?:seed[-_=]?|s)(\d{1,9})(?![0-9a-z])", re.IGNORECASE)
+_COMPARED = ("accuracy", "raw_reward", "response_length")
+"""Measures without any of which a run has nothing to compare."""
+
+
+@dataclass(frozen=True)
+class Arms:
+    """Runs of several arms, labelled by them in the order given; `paired`: whether their seeds are known and the same in all;
+    `notes`: what each number is, and what was not there."""
+
+    runs: tuple[History, ...]
+    paired: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A run of an arm, and for a trainer's log which column each key was read from."""
+
+    run: History
+    seed: int | None
+    log: Log | None = None
+    used: Mapping[str, str] | None = None
+
+
+def read_arms(curves: Sequence[str], metrics: Sequence[str] = ()) -> Arms:
+    """The arms `NAME=PATTERN`. `metrics`: `KEY=COLUMN`, a column that is to be read for a key of `log_names.KEYS`.
+
+    Raises `SettingError` for arms that cannot be compared, `RecordError` for a log that cannot be read.
+    """
+    columns, places = _columns(metrics), _places(curves)
+    arms = {name: [one for path in paths for one in _read(name, path, columns)] for name, paths in places.items()}
+    _need_one_axis(arms)
+    paired = _are_paired(arms)
+    runs = [replace(one.run, seed=seed) for own in arms.values() for one, seed in zip(own, _seeds(own), strict=True)]
+    return Arms(tuple(runs), paired, (*_what_was_read(arms), *_pairing(arms, paired)))
+
+
+# -- what was asked for ---------------------------------------------------------------------------------------------
+
+
+def _columns(metrics: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for given in metrics:
+        key, equals, column = given.partition("=")
+        if not equals or not column:
+            raise SettingError(f"--metric {given}: must be KEY=COLUMN, such as reward=critic/rewards/mean")
+        if key not in KEYS:
+            raise SettingError(f"--metric {given}: {key} is not known{nearest(key, KEYS)}")
+        if key in found:
+            raise SettingError(f"--metric {given}: {key} is given twice")
+        found[key] = column
+    return found
+
+
+def _places(curves: Sequence[str]) -> dict[str, list[Path]]:
+    """Arm -> the files and folders that its pattern matches."""
+    found: dict[str, list[Path]] = {}
+    taken: dict[Path, str] = {}
+    for given in curves:
+        name, equals, pattern = given.partition("=")
+        if not (name.strip() and equals and pattern):
+            raise SettingError(f'--curves {given}: must be NAME=PATTERN, such as "grpo=runs/grpo-*"')
+        if name in found:
+            raise SettingError(f"--curves {given}: {name} is named twice; give all runs of an arm by one pattern")
+        paths = [Path(path) for path in natsorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
+        if not paths:
+            raise SettingError(f"--curves {given}: nothing matches {pattern}")
+        for path in paths:
+            other = taken.setdefault(path.resolve(), name)
+            if other != name:
+                raise SettingError(f"--curves {given}: {path} is a run of {other} already; a run is of one arm")
+        found[name] = paths
+    return found
+
+
+# -- one run --------------------------------------------------------------------------------------------------------
+
+
+def _read(arm: str, path: Path, columns: Mapping[str, str]) -> list[_Read]:
+    if path.is_dir() and holds_results(path):
+        runs, _ = read_histories([path])
+        modes = list(dict.fromkeys(run.mode for run in runs))
+        if len(modes) > 1:
+            raise SettingError(f"--curves {arm}: {path} holds runs of {listed(modes)}, and an arm is of one; name a run of it")
+        return [_Read(replace(run, mode=arm), run.seed) for run in runs]
+    logs = read_logs(path, columns.get("step"))
+    return [_history(arm, log, columns, alone=len(logs) == 1) for log in logs]
+
+
+def _history(arm: str, log: Log, columns: Mapping[str, str], *, alone: bool) -> _Read:
+    used: dict[str, str] = {}
+    for key, known in KNOWN.items():
+        column = columns.get(key) or column_of(known, log.columns)
+        if column is not None and column not in log.columns:
+            raise RecordError(f"{log.name}: has no {column} for --metric {key}{nearest(column, log.columns)}")
+        if column is not None:
+            used[key] = column
+    if "tokens" in used:
+        used.pop("step_tokens", None)
+    if not any(KNOWN[key].measure in _COMPARED for key in used):
+        near = like(KNOWN["reward"], log.columns) or sorted(log.columns)
+        raise RecordError(
+            f"{log.name}: no column is known to be an accuracy, a reward or a response length; nearest: {some(near, 6)}; name"
+            " it with --metric reward=COLUMN"
+        )
+    steps = np.unique(np.concatenate([log.columns[used[key]][0] for key in used if KNOWN[key].measure != "tokens"]))
+    measures = {name: np.full(len(steps), np.nan) for name in MEASURES}
+    for key, column in used.items():
+        if KNOWN[key].measure != "tokens":
+            measures[KNOWN[key].measure] = _at(log, column, steps)
+    accuracy = measures["accuracy"]
+    if "accuracy" in used and not ((accuracy >= 0) & (accuracy <= 1) | np.isnan(accuracy)).all():
+        raise RecordError(f"{log.name}: {used['accuracy']} lies outside 0 and 1, so it is no accuracy; name another column")
+    run = History(
+        directory=Path(log.name),
+        mode=arm,
+        seed=0,
+        status="",
+        settings={},
+        provenance={},
+        steps=steps,
+        tokens=_tokens_before(log, used, steps),
+        seconds=np.full(len(steps), np.nan),
+        measures=measures,
+        source=log.name,
+    )
+    seeds = _SEED.findall(log.name if not alone else str(log.path))
+    return _Read(run, int(seeds[-1]) if seeds else None, log, used)
+
+
+def _at(log: Log, column: str, steps: np.ndarray) -> Floats:
+    """A column at these steps [E], NaN where it has no number."""
+    own, values = log.columns[column]
+    found = np.full(len(steps), np.nan)
+    _, at, there = np.intersect1d(steps, own, assume_unique=True, return_indices=True)
+    found[at] = values[there]
+    return found
+
+
+def _tokens_before(log: Log, used: Mapping[str, str], steps: np.ndarray) -> Floats:
+    """Tokens that were processed before what each step tells of [E]: none before the first, where the run was logged from its
+    start, that is where the first step comes no later than the distance to the next. NaN where nothing tells."""
+    found = np.full(len(steps), np.nan)
+    starts = len(steps) < 2 or steps[0] <= max(steps[1] - steps[0], 1)
+    if "tokens" in used:
+        so_far = _at(log, used["tokens"], steps)
+        found[1:] = so_far[:-1]
+        found[0] = 0.0 if starts else np.nan
+    elif "step_tokens" in used and starts:
+        sums = np.concatenate([[0.0], np.cumsum(_at(log, used["step_tokens"], steps))[:-1]])
+        whole = steps == steps[0] + np.arange(len(steps))  # behind a step that is not logged nobody knows
+        found = np.where(np.logical_and.accumulate(whole) & (steps[0] <= 1), sums, np.nan)
+    return found
+
+
+# -- all of them ----------------------------------------------------------------------------------------------------
+
+
+def _need_one_axis(arms: Mapping[str, Sequence[_Read]]) -> None:
+    """Raises `SettingError` for arms whose steps count different things, or have none in common."""
+    kinds: dict[str, str] = {}
+    for name, own in arms.items():
+        for one in own:
+            axis = "step" if one.log is None or one.log.axis in STEP_NAMES[:-1] else one.log.axis
+            kinds.setdefault(axis, name)
+    if len(kinds) > 1:
+        told = listed([f"{axis} in {name}" for axis, name in kinds.items()])
+        raise SettingError(
+            f"--curves: arms of different x-axes: {told}; name a column that all logs have with --metric step=COLUMN"
+        )
+    steps = {one.run.source or str(one.run.directory): one.run.steps for own in arms.values() for one in own}
+    (first, common), *rest = steps.items()
+    for name, own in rest:
+        if not np.intersect1d(common, own).size:
+            raise SettingError(
+                f"--curves: arms of different x-axes: {first} has {_steps(steps[first])}, {name} has {_steps(own)}, and no step"
+                " is in all of them"
+            )
+        common = np.intersect1d(common, own)
+
+
+def _steps(steps: np.ndarray) -> str:
+    return f"steps {some(steps.tolist(), 3)}"
+
+
+def _are_paired(arms: Mapping[str, Sequence[_Read]]) -> bool:
+    seeds = [[one.seed for one in own] for own in arms.values()]
+    told = all(None not in own and len(set(own)) == len(own) for own in seeds)
+    return told and len({frozenset(own) for own in seeds}) == 1
+
+
+def _seeds(own: Sequence[_Read]) -> list[int]:
+    """The seeds of an arm's runs, or where these do not tell runs apart their places in it."""
+    seeds = [one.seed for one in own if one.seed is not None]
+    return seeds if len(set(seeds)) == len(own) else list(range(len(own)))
+
+
+def _pairing(arms: Mapping[str, Sequence[_Read]], paired: bool) -> list[str]:
+    if len(arms) < 2:
+        return []
+    if paired:
+        seeds = plural(len(next(iter(arms.values()))), "seed")
+        return [f"runs are paired by the {seeds} that their names (of our own runs the records) tell, the same in all arms"]
+    silent = sum(one.seed is None for own in arms.values() for one in own)
+    why = f"{plural(silent, 'run tells', 'runs tell')} no seed by its path" if silent else "the arms do not have the same seeds"
+    return [f"runs are not paired by seed: {why}; pairing needs the same seeds in all arms, as in runs/grpo-seed1"]
+
+
+def _what_was_read(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
+    """Which column each number is, and which were not found."""
+    logs = [(name, one) for name, own in arms.items() for one in own if one.log is not None and one.used is not None]
+    if not logs:
+        return []
+    read, missing = [], []
+    for key, known in KNOWN.items():
+        of_column: dict[str, dict[str, None]] = {}
+        for name, one in logs:
+            if one.used is not None and key in one.used:
+                of_column.setdefault(one.used[key], {})[name] = None
+        if len(of_column) == 1:
+            read.append(f"{known.word} is {next(iter(of_column))}")
+        elif of_column:
+            read.append(f"{known.word} is {listed([f'{column} in {listed(list(own))}' for column, own in of_column.items()])}")
+        lacking = [one.run.source for _, one in logs if one.used is not None and key not in one.used]
+        if of_column and lacking and known.measure != "tokens":
+            missing.append(f"{known.word}: not in {some(lacking, 3)}")
+        elif not of_column and key in ("accuracy", "reward", "length", "entropy", "kl"):
+            near = like(known, {column for _, one in logs if one.log is not None for column in one.log.columns})
+            missing.append(f"{known.word}{f' (nearest: {some(near)})' if near else ''}")
+    if not any("tokens" in (one.used or {}) or "step_tokens" in (one.used or {}) for _, one in logs):
+        missing.append("tokens")
+    said = [f"read from the trainers' logs: {'; '.join(read)}"]
+    if any("tokens" in (one.used or {}) or "step_tokens" in (one.used or {}) for _, one in logs):
+        said.append("tokens are counted as the trainers logged them, which may include those of prompts")
+    if missing:
+        said.append(f"not found, so not compared: {'; '.join(missing)}")
+    return [*said, "the settings of other trainers' runs are not known here: see to it that the arms differ in one thing only"]
