@@ -16,13 +16,17 @@ from aggcli.layout.schedule import Layout
 from aggcli.layout.steps import Part, layouts_of, need_whole_groups
 from aggcli.measurement.local import is_correct
 from aggcli.objective.weights import need_groups
+from aggcli.policy.causal_lm import causal_start
+from aggcli.policy.loading import DTYPES, load_model, load_speech
 from aggcli.policy.protocol import Noise, Policy, Start
 from aggcli.policy.stacked import SmallStart
 from aggcli.policy.transformer import Parameters, PolicyConfig, initial_parameters, shapes
 from aggcli.policy.warm_start import default_policy, load_policy, starting_policy
 from aggcli.rollouts.sources import open_source
 from aggcli.rules import Rule
-from aggcli.tasks import SmallTask, Task, make_task
+from aggcli.tasks import TASKS, SmallTask, Task, make_task
+from aggcli.tasks.protocol import EVALUATION_STEP
+from aggcli.tasks.text import is_in_words, spoken_task
 from aggcli.training.loop import Trainer
 from aggcli.training.recorded import Recorded, RecordedSampler, prepared, supervised
 from aggcli.training.report import Reporter
@@ -32,11 +36,9 @@ from aggcli.training.stack import RunSpec
 from aggcli.training.step import stack_weights
 from aggcli.world import ALONE, World, local_rank
 
-EVALUATION_STEP = 2**31 - 1
-"""The step whose prompts and noise evaluate a policy: no training step draws them."""
 EVALUATION_PROMPTS = 512
+"""Fresh prompts that a small policy is evaluated on unless --evaluation-prompts says otherwise."""
 SUPERVISED_LR = 3e-3
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def set_up(config: RunConfig) -> Setup:
     training = config.training
     if config.source.rollouts:
         return _set_up_recorded(config)
+    if training.model is not None:
+        return _set_up_model(config, training.model)
     device = device_of(config)
     task = task_of(training)
     limit = config.max_response_length or task.default_max_response_length
@@ -90,6 +94,19 @@ def set_up(config: RunConfig) -> Setup:
     initial = _initial(task, policy, training.warm_start)
     start = SmallStart(policy, _placed(initial, config, device), config, task.prompt_length)
     return Setup(config, task, start, limit, device)
+
+
+def _set_up_model(config: RunConfig, model: str) -> Setup:
+    """A language model and a task in its words."""
+    device, training = device_of(config), config.training
+    if not is_in_words(training.task):
+        what = "is for the small policy" if training.task in TASKS else "is not known"
+        raise SettingError(f"--task {training.task}: {what}; with --model give rg:NAME, FILE.jsonl or pkg.mod:name")
+    speech = load_speech(model)
+    task = spoken_task(training.task, speech)
+    limit = config.max_response_length or task.default_max_response_length
+    _need_room(training.overlong_buffer, limit)
+    return Setup(config, task, causal_start(load_model(model, config, device), config), limit, device)
 
 
 def _set_up_recorded(config: RunConfig) -> Setup:
@@ -217,9 +234,9 @@ class Evaluation:
     response_length_std: float
 
 
-def evaluate(setup: Setup, policy: Policy, seeds: Sequence[int], prompts: int = EVALUATION_PROMPTS) -> list[Evaluation]:
-    """Evaluate every run of a policy on `prompts` fresh prompts of its seed."""
-    task = _task(setup)
+def evaluate(setup: Setup, policy: Policy, seeds: Sequence[int]) -> list[Evaluation]:
+    """Evaluate every run of a policy on fresh prompts of its seed, as many as the settings say."""
+    task, prompts = _task(setup), fresh_prompts(setup)
     distinct = list(dict.fromkeys(seeds))
     row_R = torch.tensor([distinct.index(seed) for seed in seeds])
     drawn = [task.prompts(seed, EVALUATION_STEP, prompts) for seed in distinct]
@@ -236,6 +253,12 @@ def evaluate(setup: Setup, policy: Policy, seeds: Sequence[int], prompts: int = 
     found = task.verify(asked.answer_S[row_R], sampled.tokens_RBL, length_RB)
     correct_RB = is_correct(found.reward, setup.config.correct_threshold)
     return [_evaluation(correct_B, length_B.double()) for correct_B, length_B in zip(correct_RB, length_RB, strict=True)]
+
+
+def fresh_prompts(setup: Setup) -> int:
+    """How many fresh prompts a policy is evaluated on."""
+    asked, most = setup.config.training.evaluation_prompts or EVALUATION_PROMPTS, _task(setup).most_fresh_prompts
+    return asked if most is None else min(asked, most)
 
 
 def _evaluation(correct_B: Tensor, length_B: Tensor) -> Evaluation:

@@ -8,7 +8,18 @@ from pathlib import Path
 
 from aggcli.errors import RecordError, some
 from aggcli.files import DRAFT
-from aggcli.records import LAYOUTS, MANIFEST, METRICS, SAMPLES, TENSORBOARD, TIMINGS, TRACKIO, first_free, read_manifest
+from aggcli.records import (
+    LAYOUTS,
+    MANIFEST,
+    METRICS,
+    ROLLOUTS,
+    SAMPLES,
+    TENSORBOARD,
+    TIMINGS,
+    TRACKIO,
+    first_free,
+    read_manifest,
+)
 
 FIGURES = (
     "effects",
@@ -29,6 +40,7 @@ OWN_FILES = (*map(re.escape, (MANIFEST, METRICS, LAYOUTS, TIMINGS)), r"checkpoin
 OWN_FOLDERS = {
     SAMPLES: r"step-\d+\.parquet",
     "figures": rf"({'|'.join(FIGURES)})\.({'|'.join(FIGURE_FORMATS)})|{re.escape(REPORT)}",
+    ROLLOUTS: r"\d+\.jsonl",
     TENSORBOARD: r"events\.out\.tfevents\..+",
     TRACKIO: r".+\.(db(-wal|-shm|-journal)?|lock)",
 }

@@ -5,6 +5,7 @@
     layouts.jsonl   one line per optimizer step and layout: reduced numbers, and each rank's
     timings.jsonl   in training, one line per rollout step: seconds it took, runs that shared them, their response tokens
     samples/        one Parquet file per optimizer step: the weight, length and reward of each training sample
+    rollouts/       with --save-rollouts: one plain JSONL per rollout step, what was sampled
     tensorboard/    with --log-to: a mirror of metrics.jsonl, which nothing reads back (see `aggcli.sinks`); as is
     trackio/        in the directory of the whole comparison
 
@@ -39,6 +40,7 @@ TIMINGS = "timings.jsonl"
 SAMPLES = "samples"
 TENSORBOARD = "tensorboard"
 TRACKIO = "trackio"
+ROLLOUTS = "rollouts"
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

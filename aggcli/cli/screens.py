@@ -21,7 +21,7 @@ class Screen:
 
 
 _LOSS = ("eps_clip", "eps_clip_high", "kl_coef", "loss_aggregation_divisor")
-_TRAINED = ("recipe", "task", "steps", "seeds", "lr", "match")
+_TRAINED = ("recipe", "task", "model", "steps", "seeds", "lr")
 _OUTPUT = ("output", "overwrite", "config", "json")
 
 SCREENS: dict[str, Screen] = {

@@ -53,6 +53,8 @@ def check(config: RunConfig) -> None:
         -1 <= synthetic.synthetic_length_correctness <= 1,
         "between -1 and 1",
     )
+    if config.training.model is not None and layout.cp > 1:
+        raise SettingError(f"--cp {layout.cp}: context parallelism is for the small policy; leave it out with --model")
     _check_training(config.training, config.source.rollouts)
     for name in ("workers", "shares"):
         value = getattr(config.launch, name)
@@ -73,19 +75,33 @@ def _check_training(training: TrainingConfig, rollouts: tuple[str, ...]) -> None
     if training.train and not rollouts:
         raise SettingError("--train trains on recorded rollouts: give --rollouts PATH, or leave --train out to train on --task")
     whole = ("steps", "rollout_batch_size", "n_samples_per_prompt", "num_iterations", "checkpoint_every")
-    for name in (*whole, "task_digits", "dynamic_sampling_rounds", "layers", "width", "heads", "seeds"):
+    for name in (*whole, "task_digits", "dynamic_sampling_rounds", "layers", "width", "heads", "seeds", "evaluation_prompts"):
         value = getattr(training, name)
         _need(name, value, value is None or value >= 1, "at least 1")
+    _check_model(training)
     for name in ("temperature", "lr", "adam_eps"):
         value = getattr(training, name)
         _need(name, value, 0 < value < math.inf, "a positive finite number")
-    for name in ("weight_decay", "clip_grad", "lr_warmup_steps", "overlong_buffer"):
+    for name in ("weight_decay", "clip_grad", "lr_warmup_steps", "overlong_buffer", "lora_rank"):
         value = getattr(training, name)
         _need(name, value, 0 <= value < math.inf, "a finite number of at least 0")
     for name in ("adam_beta1", "adam_beta2"):
         value = getattr(training, name)
         _need(name, value, 0 <= value < 1, "at least 0 and below 1")
     _need("heads", training.heads, training.width % training.heads == 0, f"a divisor of --width {training.width}")
+
+
+def _check_model(training: TrainingConfig) -> None:
+    if training.model is None:
+        for name in ("lora_rank", "gradient_checkpointing"):
+            if getattr(training, name):
+                raise SettingError(f"{flag(name)} is for language models; give one with --model, or leave it out")
+        return
+    if not training.model.strip():
+        raise SettingError("--model is empty: give a model folder, a Hugging Face id, or smollm2-135m")
+    for name in ("warm_start", "task_digits", "supervised_steps"):
+        if getattr(training, name):
+            raise SettingError(f"{flag(name)} is for the small policy; leave it out with --model")
 
 
 def reward_weights(text: str | None) -> dict[str, float]:

@@ -28,6 +28,10 @@ RECIPES: dict[str, dict[str, Any]] = {
 """What each recipe sets unless a flag or the config file says otherwise (DeepSeekMath; DAPO; Dr.GRPO)."""
 
 
+MODEL_DEFAULTS: dict[str, Any] = {"lr": 1e-6, "max_tokens_per_gpu": 4096, "evaluation_prompts": 32}
+"""What --model sets unless a flag, the config file or a recipe says otherwise."""
+
+
 def _flat_fields(cls: type) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     found: dict[str, Any] = {}
@@ -74,7 +78,10 @@ def settings_from(given: Mapping[str, object], defaults: Mapping[str, object] | 
     if recipe is not None and recipe not in RECIPES:
         raise SettingError(f"unknown recipe '{recipe}'{nearest(str(recipe), RECIPES)}")
     asked = {name: _rules(name, value) for name, value in asked.items()}
-    values = {**(defaults or {}), **RECIPES.get(str(recipe), {}), **asked}
+    of_model = MODEL_DEFAULTS if asked.get("model") is not None else {}
+    if "micro_batch_size" in asked:  # the other way to cut micro-batches
+        of_model = {name: value for name, value in of_model.items() if name != "max_tokens_per_gpu"}
+    values = {**(defaults or {}), **of_model, **RECIPES.get(str(recipe), {}), **asked}
     values.update(_one_thing(asked, values))
     config = _build(RunConfig, values)
     check(config)

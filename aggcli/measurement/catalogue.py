@@ -191,6 +191,13 @@ METRICS = {
         Metric("groups_generated", "prompt groups", "the rollout step", "global", "prompt groups sampled, refills included"),
         Metric("groups_kept", "prompt groups", "the rollout step", "global", "prompt groups trained on"),
         Metric(
+            "checker_errors",
+            "rollouts",
+            "the rollout step",
+            "global",
+            "sampled responses on which the task's checker raised an exception: each has a reward of 0",
+        ),
+        Metric(
             "effective_tokens",
             "tokens",
             "trained tokens",

@@ -79,7 +79,7 @@ def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor) -> Packing:
     parts, places, bins = [prompts_RPL.reshape(R, -1)], [np.tile(np.arange(prompt_length), (R, G))], []
     start_RB = np.zeros((R, B), np.int64)
     filled = G
-    for start, end in _cuts(sorted_RB.max(0)):
+    for start, end in cuts(sorted_RB.max(0)):
         rows_Rb = order_RB[:, start:end]
         width, count = int(sorted_RB[:, end - 1].max()), end - start
         place = np.arange(width)
@@ -135,7 +135,7 @@ def _readers(response_RBL: np.ndarray, prompt_RB: np.ndarray, read_RB: np.ndarra
     return reader.reshape(R, B) % B
 
 
-def _cuts(longest_B: np.ndarray) -> list[tuple[int, int]]:
+def cuts(longest_B: np.ndarray) -> list[tuple[int, int]]:
     """Where to cut rows, sorted by `longest_B`, into bins: least padded tokens plus `BIN_COST` a bin. No bin for 0 tokens."""
     value, first = np.unique(longest_B, return_index=True)
     ends = [*first[1:].tolist(), len(longest_B)]

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from aggcli.tasks.chance import SAMPLING, uniform
 from aggcli.world import World
@@ -45,6 +46,22 @@ class Sampled:
     length_RB: Tensor
     log_probs_RBL: Tensor
     truncated_RB: Tensor
+
+
+def joined_runs(parts: list[Sampled], pad_id: int) -> Sampled:
+    """The runs of all parts, padded to the longest."""
+    width = max(part.tokens_RBL.shape[-1] for part in parts)
+
+    def together(name: str, padding: float) -> Tensor:
+        values = [getattr(part, name) for part in parts]
+        return torch.cat([pad(value, (0, width - value.shape[-1]), value=padding) for value in values])
+
+    return Sampled(
+        together("tokens_RBL", pad_id),
+        torch.cat([part.length_RB for part in parts]),
+        together("log_probs_RBL", 0.0),
+        torch.cat([part.truncated_RB for part in parts]),
+    )
 
 
 class Pass(Protocol):

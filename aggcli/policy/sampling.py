@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from aggcli.policy.groups import groups_of, threads_for
 from aggcli.policy.kernels import SMALLEST_NORM
-from aggcli.policy.protocol import Sampled
+from aggcli.policy.protocol import Sampled, joined_runs
 from aggcli.policy.transformer import (
     BLOCK_WEIGHTS,
     Parameters,
@@ -59,7 +59,7 @@ def sample(
         for group in groups_of(len(uniforms_RBL), RUNS_AT_ONCE, parameters["head"].device):
             decoder = _Decoder(run_of(parameters, group), config, prompts_RPL[group], uniforms_RBL[group], temperature)
             parts.append(_decoded(decoder, end_id, pad_id))
-    return _joined(parts, pad_id)  # outside of inference mode: a gradient may be taken through what was drawn
+    return joined_runs(parts, pad_id)  # outside of inference mode: a gradient may be taken through what was drawn
 
 
 def _decoded(decoder: _Decoder, end_id: int, pad_id: int) -> Sampled:
@@ -78,22 +78,6 @@ def _decoded(decoder: _Decoder, end_id: int, pad_id: int) -> Sampled:
             decoder.stay(token_RB)
         decoder.read(t)
     return decoder.finished(end_id, pad_id)
-
-
-def _joined(parts: list[Sampled], pad_id: int) -> Sampled:
-    """The runs of all parts, padded to the longest."""
-    width = max(part.tokens_RBL.shape[-1] for part in parts)
-
-    def together(name: str, padding: float) -> Tensor:
-        values = [getattr(part, name) for part in parts]
-        return torch.cat([pad(value, (0, width - value.shape[-1]), value=padding) for value in values])
-
-    return Sampled(
-        together("tokens_RBL", pad_id),
-        torch.cat([part.length_RB for part in parts]),
-        together("log_probs_RBL", 0.0),
-        torch.cat([part.truncated_RB for part in parts]),
-    )
 
 
 class _Decoder:

@@ -25,6 +25,7 @@ class Control:
     vocabulary = VOCABULARY
     end_id, pad_id = END, PAD
     can_fail = False
+    most_fresh_prompts: int | None = None
     prompt_length = DIGITS + 1
     default_max_response_length = 32
 

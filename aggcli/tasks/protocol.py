@@ -14,6 +14,10 @@ VOCABULARY: tuple[str, ...] = (*"0123456789", "=", ".", "$", "_")
 EQUALS, FILLER, END, PAD = 10, 11, 12, 13
 
 
+EVALUATION_STEP = 2**31 - 1
+"""The step whose prompts and noise evaluate a policy: no training step draws them."""
+
+
 @dataclass(frozen=True, eq=False)
 class Prompts:
     """`tokens_SL` int64 ids, right-padded, of which `length_S` are each prompt's; `answer_S` int64 what the task knows each
@@ -42,6 +46,8 @@ class Task(Protocol):
     default_max_response_length: int
     can_fail: bool
     """Whether its checker can raise an exception."""
+    most_fresh_prompts: int | None
+    """How many prompts there are that are never trained on; None: as many as are asked for."""
 
     def prompts(self, seed: int, step: int, count: int, first: int = 0) -> Prompts:
         """Prompts `first` to `first + count - 1` of a step; prompt i depends on (seed, step, i) alone."""

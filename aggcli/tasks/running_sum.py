@@ -30,6 +30,7 @@ class RunningSum:
     vocabulary = VOCABULARY
     end_id, pad_id = END, PAD
     can_fail = False
+    most_fresh_prompts: int | None = None
     default_max_response_length = 32
 
     def __init__(self, digits: int = 6) -> None:

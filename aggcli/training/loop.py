@@ -17,7 +17,7 @@ from aggcli.measurement.report import Values
 from aggcli.policy.protocol import Policy, all_finite
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.checkpoint import Checkpoint
-from aggcli.training.report import Reporter, RunReport, not_reportable
+from aggcli.training.report import Reporter, RunReport, not_reportable, of_run
 from aggcli.training.rollout import SampledRollouts, StepSource
 from aggcli.training.rows import optimizer_step_positions, rows_of_rank
 from aggcli.training.stack import RunSpec
@@ -43,6 +43,8 @@ class TrainedStep:
     diverged: list[BrokenRun]
     seconds: float
     tokens: int
+    rollouts: dict[str, RolloutBatch]
+    """What each run sampled, with token ids and the policy's own log-probabilities, where --save-rollouts asks for it."""
 
 
 class Trainer:
@@ -70,11 +72,12 @@ class Trainer:
             began = time.perf_counter()
             with self.policy.threads():
                 rollouts = self.sampler.step(self.runs, self.policy, self.step)
+                saved = self._saved(rollouts) if self.config.training.save_rollouts else {}
                 done = list(self._optimizer_steps(rollouts))
                 diverged = self._drop_diverged()
             self.step += 1
             tokens = int(rollouts.batch.response_length_S.sum())
-            yield TrainedStep(self.step - 1, done, diverged, time.perf_counter() - began, tokens)
+            yield TrainedStep(self.step - 1, done, diverged, time.perf_counter() - began, tokens, saved)
 
     def first_update(self) -> Tensor:
         """Take the first optimizer step, and give the 2-norm of each run's change of parameters, float64 [R]."""
@@ -162,6 +165,13 @@ class Trainer:
     def _log_probs(self, rollouts: SampledRollouts, *, reference: bool = False) -> Tensor:
         rows = rows_of_rank(rollouts.batch, len(self.runs), self.layout, self.world)
         return all_log_probs(self.policy, rows, rollouts.batch, rollouts.tokens_SL, self.world, reference=reference)
+
+    def _saved(self, rollouts: SampledRollouts) -> dict[str, RolloutBatch]:
+        batch, tokens_SL = rollouts.batch, rollouts.tokens_SL
+        real_SL = torch.arange(tokens_SL.shape[1]) < batch.total_length_S[:, None]
+        whole = batch.derived(token_ids_U=tokens_SL[real_SL], old_log_probs_T=self._log_probs(rollouts))
+        own = {run.name: of_run(whole, whole.run_S == at) for at, run in enumerate(self.runs)}
+        return {name: batch for name, batch in own.items() if batch.num_samples}
 
     def _uses_reference(self) -> bool:
         return any(run.objective.kl_coef for run in self.runs)
