@@ -7,6 +7,7 @@
     trained = aggcli.train(seeds=3, steps=50)              # small loops, modes x seeds as one stack
     aggcli.compare(trained.directory)                      # what differs, by how much, how sure
     aggcli.plot(trained.directory, html=True)              # figures and one page to send
+    aggcli.advantage_factors(lengths, groups, mode="prompt_mean", under="trl:dapo")  # a mode in a trainer that has another
 
 Nothing is imported before it is used, so `import aggcli` is free of torch and pandas.
 

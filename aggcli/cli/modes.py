@@ -179,6 +179,7 @@ def _show_inside(mode: Rule, snippet: Snippet, *, json: bool) -> None:
     for note in found["notes"]:
         line("note", note)
     line("read in", snippet.version)
+    line("on your rollouts", f"`aggcli audit --framework {snippet.framework} ROLLOUTS`: the gradient norm of each of its rules")
     for code in filter(None, (found["code"], found["reducer"])):
         print(f"\n{code.rstrip()}")
 

@@ -140,7 +140,6 @@ class _Steps:
             **({} if trainer.args.delta is None else {"eps_clip_c": trainer.args.delta}),
             "max_response_length": trainer.max_completion_length,
         }
-        self.layout = f"dp{self.ranks}:contiguous:mb{trainer.args.per_device_train_batch_size}"
         self._check()
 
     # -- what can be computed ---------------------------------------------------------------------------------------
@@ -178,6 +177,9 @@ class _Steps:
         version = importlib.metadata.version("trl")
         if not version.startswith(f"{READ_VERSION}."):
             said.append(f"how TRL {version} aggregates was not read, only {READ_VERSION}: compare one step's gradient first")
+        base = _grpo_trainer()
+        if not base.__module__.startswith("trl."):
+            said.append(f"trl.GRPOTrainer is {base.__module__}'s, whose loss was not read: compare one step's gradient first")
         if trainer.accelerator.is_main_process:
             for text in said:
                 _LOG.warning(text)
@@ -312,7 +314,8 @@ class _Steps:
     def _probe(self, batch: RolloutBatch) -> None:
         in_force = self.wanted or self.given
         names = dict.fromkeys([in_force.name, *names_of(MODES)])
-        found = interface.replay(batch, list(names), [self.layout], advantages="recorded", **self.settings)
+        layout = f"dp{self.ranks}:contiguous:mb{batch.num_samples // self.ranks // self.accumulation}"
+        found = interface.replay(batch, list(names), [layout], advantages="recorded", **self.settings)
         metrics = self.trainer._metrics["train"]
         for mode, values in found.steps[0]["modes"].items():
             for name, value in values.items():
