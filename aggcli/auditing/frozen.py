@@ -50,7 +50,8 @@ def freeze(batch: RolloutBatch, objective: ObjectiveConfig, part: Part | None = 
         return FrozenBatch(step, None, None, part.recorded if part else None)
     tokens = step_inputs(step, objective, (), torch.float64).tokens
     new_T = tokens["log_probs"].detach().clone().requires_grad_()
-    terms = policy_terms(new_T, tokens["old_log_probs"], tokens["advantages"], tokens["loss_mask"], objective)
+    streams = (tokens["old_log_probs"], tokens["advantages"], tokens["loss_mask"])
+    terms = policy_terms(new_T, *streams, objective, sequence_log_ratio_T=tokens.get("sequence_log_ratio"))
     (slope_T,) = torch.autograd.grad(terms.pg_loss_T.sum(), new_T)
     return FrozenBatch(step, terms.pg_loss_T.detach(), slope_T, part.recorded if part else None)
 

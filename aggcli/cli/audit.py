@@ -16,7 +16,7 @@ from aggcli.rules.reference import FRAMEWORKS, rules_of
 
 _TAKEN = (
     *SOURCE_SETTINGS,
-    *("prompt_mean_scale", "normalizer", "advantages", "eps_clip", "eps_clip_high", "eps_clip_c"),
+    *("prompt_mean_scale", "normalizer", "advantages", "policy_loss", "eps_clip", "eps_clip_high", "eps_clip_c"),
     *("layouts", "max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "seed"),
     *(name for name in FIELDS if name.startswith("synthetic_")),
 )

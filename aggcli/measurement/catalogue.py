@@ -40,13 +40,19 @@ METRICS = {
     metric.name: metric
     for metric in (
         Metric("loss", "", "the step", "weighted", "pg_loss + kl_coef * kl_loss - entropy_coef * entropy_loss"),
-        Metric("pg_loss", "", "trained tokens, by the mode's weights", "weighted", "clipped policy-gradient loss"),
+        Metric(
+            "pg_loss",
+            "",
+            "trained tokens, by the mode's weights",
+            "weighted",
+            "policy-gradient loss, clipped (ppo) or as --policy-loss says",
+        ),
         Metric(
             "pg_clipfrac",
             "share",
             "trained tokens, by the metric weights",
             "weighted",
-            "tokens whose clip binds: -clip(r)*A > -r*A",
+            "tokens whose clip binds: -clip(r)*A > -r*A; of cispo those whose ratio is cut",
         ),
         Metric(
             "pg_clipfrac_dual",

@@ -156,7 +156,8 @@ def _on_loss(inputs: StepInputs, values: Mapping[str, Values]) -> list[str]:
                 " this is how a step starts, not a fault"
             )
     if inputs.has_ratio and values[inputs.names[0]].get("ratio_deviation") == 0:
-        notes.append("every ratio is exactly 1: pg_clipfrac and ppo_kl are 0 because nothing was updated since sampling")
+        zero = "pg_clipfrac and ppo_kl are" if "pg_clipfrac" in values[inputs.names[0]] else "ppo_kl is"
+        notes.append(f"every ratio is exactly 1: {zero} 0 because nothing was updated since sampling")
     return notes
 
 

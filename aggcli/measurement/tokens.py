@@ -39,6 +39,7 @@ def token_numbers(
         mask_T,
         objective,
         clip_range=(tokens["clip_low"], tokens["clip_high"]) if "clip_low" in tokens else None,
+        sequence_log_ratio_T=tokens.get("sequence_log_ratio"),
     )
     found: dict[str, Tensor] = {}
     slopes: dict[str, Tensor] = {}
@@ -49,7 +50,8 @@ def token_numbers(
     if has_ratio:
         found |= {"ppo_kl": terms.ppo_kl_T, "ratio_deviation": (terms.ratio_T - 1).abs()}
     if has_ratio and advantages_T is not None:
-        found["pg_clipfrac"] = terms.clipped_T
+        if terms.clipped_T is not None:
+            found["pg_clipfrac"] = terms.clipped_T
         if terms.dual_clipped_T is not None:
             found["pg_clipfrac_dual"] = terms.dual_clipped_T
     if "ref_log_probs" in tokens:

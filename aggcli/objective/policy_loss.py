@@ -1,4 +1,19 @@
-"""Per-token quantities: the clipped policy loss and the KL estimates. No mean is taken here."""
+"""Per-token quantities: the policy losses and the KL estimates. No mean is taken here.
+
+A token's part of the gradient is its weight w_t times c_t = d loss_t / d log pi_t, the token's own. With A its advantage and
+r = exp(new - old) its ratio:
+
+    ppo     max(-r A, -clip(r, 1 - eps, 1 + eps_high) A)      c = -r A, 0 where the clip binds    Schulman et al., 2017
+    gspo    the same with s_t = sg[s] pi / sg[pi], s the       c = -s A, 0 where the clip binds    Zheng et al., 2025,
+            geometric mean of r over the response's            (with weights of sample_mean and    arXiv:2507.18071,
+            trained tokens                                      one advantage: GSPO's gradient)     GSPO-token
+    cispo   -sg[min(r, 1 + eps_high)] A log pi                 c = -min(r, 1 + eps_high) A         MiniMax-M1, 2025,
+                                                                                                   arXiv:2506.13585, eq. 4
+    sapo    -4 / tau sigmoid(tau (r - 1)) A, tau 1 for         c = -4 g (1 - g) r A, g the         Gao et al., 2025,
+            A > 0, else 1.05                                   sigmoid                             arXiv:2511.20347
+
+sg holds a value constant. At ratio 1 every c is -A.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +26,20 @@ from torch import Tensor
 from aggcli.config import ObjectiveConfig
 from aggcli.errors import SettingError
 
+SAPO_TEMPERATURES = (1.0, 1.05)
+"""Of tokens with an advantage above 0, and of the others: the paper's, and the defaults of TRL."""
+
 
 @dataclass(frozen=True)
 class PolicyTerms:
     """What the policy loss knows of each response token; all [T], and 0 (ratio 1) where the mask is 0.
 
-    `pg_loss_T`; `clipped_T` 1 where the clip binds; `dual_clipped_T` 1 where the dual clip binds (None without one);
-    `ppo_kl_T` = old - new log-probability in nats; `ratio_T` = exp(new - old).
+    `pg_loss_T`; `clipped_T` 1 where the clip binds (None of a loss without one); `dual_clipped_T` 1 where the dual clip binds
+    (None without one); `ppo_kl_T` = old - new log-probability in nats; `ratio_T` = exp(new - old).
     """
 
     pg_loss_T: Tensor
-    clipped_T: Tensor
+    clipped_T: Tensor | None
     dual_clipped_T: Tensor | None
     ppo_kl_T: Tensor
     ratio_T: Tensor
@@ -34,13 +52,16 @@ def policy_terms(
     loss_mask_T: Tensor,
     objective: ObjectiveConfig,
     clip_range: tuple[Tensor, Tensor] | None = None,
+    sequence_log_ratio_T: Tensor | None = None,
 ) -> PolicyTerms:
-    """`max(-r*A, -clip(r, 1 - eps_clip, 1 + eps_clip_high)*A)` with r = exp(new - old), for every token.
+    """The objective's policy loss for every token: `max(-r*A, -clip(r, 1 - eps_clip, 1 + eps_clip_high)*A)` with r = exp(new -
+    old), or another of the module's.
 
     With a dual clip c, tokens of negative advantage lose at most `-c*A` (Ye et al., 2020). `clipped_T` is sign-aware: 1 where
     `-clip(r)*A > -r*A`. Values under the mask may be anything, NaN included: they are selected away first.
     A ratio that the dtype cannot hold is infinity in `ratio_T`; the loss of a token whose clip binds does not need it.
-    `clip_range` gives lower and upper bound of the ratio per token (for stacks of runs) instead of the objective's.
+    `clip_range` gives lower and upper bound of the ratio per token (for stacks of runs) instead of the objective's;
+    `sequence_log_ratio_T`, which gspo needs, the mean of new - old over the trained tokens of each token's response.
     Sources: PPO (Schulman et al., 2017); asymmetric range: DAPO's clip-higher.
     """
     new_T = torch.where(loss_mask_T, log_probs_T, 0.0)
@@ -51,15 +72,26 @@ def policy_terms(
     held_T = torch.exp(log_ratio_T.clamp(max=most))  # infinity would make 0 times infinity of a clipped token's gradient
     ratio_T = torch.where(log_ratio_T > most, torch.inf, held_T)
     low, high = objective.clip_range if clip_range is None else clip_range
-    free_T = -held_T * advantage_T
-    bound_T = -torch.clamp(held_T, low, high) * advantage_T  # pyright: ignore[reportCallIssue, reportArgumentType]
-    loss_T = torch.maximum(free_T, bound_T)
-    dual_T = None
-    if objective.eps_clip_c is not None:
-        most_T = -objective.eps_clip_c * advantage_T
-        caps_T = (advantage_T < 0) & (most_T < loss_T)
-        loss_T, dual_T = torch.where(caps_T, most_T, loss_T), caps_T.to(loss_T.dtype)
-    return PolicyTerms(loss_T, (bound_T > free_T).to(loss_T.dtype), dual_T, old_T - new_T, ratio_T)
+    dual_T = clipped_T = None
+    if objective.policy_loss == "cispo":
+        loss_T = -torch.clamp(held_T, max=high).detach() * advantage_T * new_T  # pyright: ignore[reportCallIssue, reportArgumentType]
+        clipped_T = (held_T > high).to(loss_T.dtype)
+    elif objective.policy_loss == "sapo":
+        tau_T = torch.where(advantage_T > 0, *map(held_T.new_tensor, SAPO_TEMPERATURES))
+        loss_T = -torch.sigmoid(tau_T * (held_T - 1)) * 4 / tau_T * advantage_T
+    else:
+        if objective.policy_loss == "gspo":
+            assert sequence_log_ratio_T is not None
+            sequence_T = torch.where(loss_mask_T, sequence_log_ratio_T, 0.0).clamp(max=most).exp()
+            held_T = sequence_T * torch.exp(new_T - new_T.detach())
+        free_T = -held_T * advantage_T
+        bound_T = -torch.clamp(held_T, low, high) * advantage_T  # pyright: ignore[reportCallIssue, reportArgumentType]
+        loss_T, clipped_T = torch.maximum(free_T, bound_T), (bound_T > free_T).to(held_T.dtype)
+        if objective.eps_clip_c is not None:
+            most_T = -objective.eps_clip_c * advantage_T
+            caps_T = (advantage_T < 0) & (most_T < loss_T)
+            loss_T, dual_T = torch.where(caps_T, most_T, loss_T), caps_T.to(loss_T.dtype)
+    return PolicyTerms(loss_T, clipped_T, dual_T, old_T - new_T, ratio_T)
 
 
 def kl_terms(

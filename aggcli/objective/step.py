@@ -172,6 +172,13 @@ def step_inputs(
     if objective.entropy_coef and step.entropy_T is None:
         raise RolloutError(f"{step.name}: --entropy-coef {objective.entropy_coef:g} needs entropy, which the file lacks")
     tokens, has_ratio = _streams(step)
+    if objective.policy_loss != "ppo" and not has_ratio:
+        raise RolloutError(
+            f"{step.name}: --policy-loss {objective.policy_loss} is of the ratio, and needs log_probs and old_log_probs (or"
+            " rollout_log_probs); without both every ratio is 1 and all policy losses have one gradient"
+        )
+    if objective.policy_loss == "gspo":
+        tokens["sequence_log_ratio"] = _sequence_log_ratio(step, tokens)
     compared = (*rules, CUSTOM) if reducer is not None else tuple(rules)
     weighing = {rule.name: weighing_of(rule, objective) for rule in compared}
     if has_ratio:
@@ -218,6 +225,16 @@ def _streams(step: RolloutBatch) -> tuple[dict[str, Tensor], bool]:
     reference = step.ref_log_probs_T if step.log_probs_T is not None else None  # the KL is the current policy's
     optional = {"ref_log_probs": reference, "entropy": step.entropy_T, "advantages": step.advantages_T}
     return tokens | {name: value for name, value in optional.items() if value is not None}, has_ratio
+
+
+def _sequence_log_ratio(step: RolloutBatch, tokens: Mapping[str, Tensor]) -> Tensor:
+    """The mean of new - old log-probability over the trained tokens of each sample, at each of its tokens: float64 [T]."""
+    ratio_T = torch.where(step.loss_mask_T, tokens["log_probs"].double() - tokens["old_log_probs"].double(), 0.0)
+    lengths_S = step.response_length_S
+    sum_S, trained_S = (
+        torch.segment_reduce(value_T, "sum", lengths=lengths_S) for value_T in (ratio_T, step.loss_mask_T.double())
+    )
+    return (sum_S / trained_S.clamp(min=1)).repeat_interleave(lengths_S)
 
 
 def _check_ratio(step: RolloutBatch, tokens: dict[str, Tensor], objective: ObjectiveConfig, dtype: torch.dtype) -> None:

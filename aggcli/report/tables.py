@@ -133,6 +133,13 @@ def facts_table(facts: Mapping[str, Any]) -> Table:
 # -- parts ----------------------------------------------------------------------------------------------------------
 
 
+def _policy_loss(settings: Mapping[str, Any], high: float) -> list[str]:
+    """What the policy loss is where it is not PPO's, and its clip where it has one."""
+    name = settings.get("policy_loss", "ppo")
+    clip = {"cispo": f"ratio cut {high:g} above", "sapo": ""}.get(name, f"clip: {settings['eps_clip']:g} below, {high:g} above")
+    return [*([] if name == "ppo" else [f"policy loss: {name}"]), *([clip] if clip else [])]
+
+
 def _settings(head: Mapping[str, Any], steps: Sequence[Step]) -> list[str]:
     settings = head["settings"]
     high = settings["eps_clip_high"] if settings["eps_clip_high"] is not None else settings["eps_clip"]
@@ -140,7 +147,7 @@ def _settings(head: Mapping[str, Any], steps: Sequence[Step]) -> list[str]:
         f"{head['rollouts']} ({head['format']}), {plural(len(steps), 'optimizer step')}",
         f"mode: {', '.join(head['modes'])}",
         f"advantages: {_one_of(step['advantages'] for step in steps)}",
-        f"clip: {settings['eps_clip']:g} below, {high:g} above",
+        *_policy_loss(settings, high),
     ]
     rules = [rule for rule in map(recorded_rule, head["modes"]) if rule is not None]
     parts += [

@@ -1,0 +1,169 @@
+"""The policy losses against independent ones: polgrad's (gspo, cispo, ppo) and the formula of SAPO by complex steps, value and
+gradient; and through the replay, under every mode and layout."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from polgrad.aggregate import Aggregation
+from polgrad.losses import ClipConfig, PolicyLossConfig, RatioKind, SurrogateKind, policy_loss
+from torch import Tensor
+
+from aggcli.config import settings_from
+from aggcli.objective.policy_loss import policy_terms
+from tests.cli import aggcli, compared, exactly, per_layout, refused, write_jsonl
+from tests.fixtures import random_fanout
+
+LOSSES = ("ppo", "gspo", "cispo", "sapo")
+LOW, HIGH = 0.1, 0.15
+CLIP = ClipConfig(LOW, HIGH)
+ORACLES = {
+    "ppo": (RatioKind.TOKEN, SurrogateKind.PG_CLIP, CLIP),
+    "gspo": (RatioKind.SEQUENCE_TOKEN, SurrogateKind.PG_CLIP, CLIP),
+    "cispo": (RatioKind.TOKEN, SurrogateKind.CISPO, ClipConfig(None, HIGH)),
+}
+
+
+def sapo(new: complex, old: float, advantage: float) -> complex:
+    """-4 / tau sigmoid(tau (r - 1)) A (arXiv:2511.20347)."""
+    tau = 1.0 if advantage > 0 else 1.05
+    return -4 / tau / (1 + cmath.exp(-tau * (cmath.exp(new - old) - 1))) * advantage
+
+
+def rows() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log-probabilities now and before [B, T], advantages [B], mask [B, T]: ragged, with holes, ratios far from 1."""
+    draw = torch.Generator().manual_seed(3)
+    old = -3 * torch.rand(9, 17, generator=draw, dtype=torch.float64)
+    new = old + 0.3 * torch.randn(9, 17, generator=draw, dtype=torch.float64)
+    advantage = torch.randn(9, generator=draw, dtype=torch.float64)
+    advantage[2] = 0
+    mask = torch.rand(9, 17, generator=draw) < 0.7
+    mask[:, 0] = True
+    return new, old, advantage, mask
+
+
+def own(name: str, new: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss, its slope and clips of each token as this project has them, of rows [B, T]."""
+    objective = settings_from({"policy_loss": name, "eps_clip": LOW, "eps_clip_high": HIGH}).objective
+    by = new.clone().requires_grad_()
+    mean = torch.stack([(new - old)[at][mask[at]].mean() for at in range(len(new))])[:, None].expand_as(new)
+    spread = advantage[:, None].expand_as(new)
+    by_T, old_T, advantage_T, mask_T, mean_T = (one.reshape(-1) for one in (by, old, spread, mask, mean))
+    terms = policy_terms(by_T, old_T, advantage_T, mask_T, objective, sequence_log_ratio_T=mean_T)
+    (slope,) = torch.autograd.grad(terms.pg_loss_T.sum(), by)
+    return terms.pg_loss_T.detach().view_as(new), slope, None if terms.clipped_T is None else terms.clipped_T.view_as(new)
+
+
+def polgrads(name: str, aggregation: Aggregation, ratio: RatioKind | None = None) -> tuple[Any, Tensor]:
+    """polgrad's result, and the gradient of its loss by the log-probabilities [B, T]."""
+    new, old, advantage, mask = rows()
+    kind, surrogate, clip = ORACLES[name]
+    by = new.clone().requires_grad_()
+    config = PolicyLossConfig(ratio or kind, surrogate, clip, aggregation)
+    found = policy_loss(config, logprobs=by, old_logprobs=old, advantages=advantage, response_mask=mask)
+    return found, torch.autograd.grad(found.loss, by)[0]
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_each_loss_is_polgrads_token_by_token_and_so_is_its_gradient(name: str) -> None:
+    given = rows()
+    mask = given[-1]
+    value, slope, clipped = own(name, *given)
+    found, gradient = polgrads(name, Aggregation.TOKEN_MEAN)
+    torch.testing.assert_close(value, found.per_token_objective.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(slope / mask.sum(), gradient, rtol=0, atol=1e-12)
+    assert clipped is not None
+    assert torch.equal(clipped.bool(), found.clipped_low | found.clipped_high)
+    assert 0.1 < float(clipped[mask].mean()) < 0.9
+
+
+def test_under_sample_mean_the_gradient_is_that_of_gspo_itself_whose_ratio_is_of_the_whole_response() -> None:
+    given = rows()
+    mask = given[-1]
+    _, slope, _ = own("gspo", *given)
+    weight = mask.double() / mask.sum(1, keepdim=True) / len(mask)
+    _, gradient = polgrads("gspo", Aggregation.SEQ_MEAN_TOKEN_MEAN, RatioKind.SEQUENCE)
+    torch.testing.assert_close(weight * slope, gradient, rtol=0, atol=1e-12)
+
+
+def test_sapo_is_its_formula_and_its_slope_that_of_a_complex_step() -> None:
+    new, old, advantage, mask = rows()
+    value, slope, clipped = own("sapo", new, old, advantage, mask)
+    assert clipped is None
+    for row, at in mask.nonzero().tolist():
+        step = sapo(complex(new[row, at], 1e-30), float(old[row, at]), float(advantage[row]))
+        assert float(value[row, at]) == pytest.approx(step.real, abs=1e-12)
+        assert float(slope[row, at]) == pytest.approx(step.imag / 1e-30, abs=1e-12)
+
+
+def test_at_ratio_1_every_loss_has_the_gradient_minus_the_advantage() -> None:
+    _, old, advantage, mask = rows()
+    wanted = torch.where(mask, -advantage[:, None], 0.0)
+    for name in LOSSES:
+        _, slope, _ = own(name, old, old, advantage, mask)
+        torch.testing.assert_close(slope, wanted, rtol=0, atol=1e-12)
+
+
+# -- through the replay ---------------------------------------------------------------------------------------------
+
+
+def by_hand(name: str, samples: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Loss under token_mean and the norm of its gradient, in plain Python, one token after the other."""
+    total = sum(sum(one["loss_mask"]) for one in samples)
+    loss = squares = 0.0
+    for one in samples:
+        streams = zip(one["log_probs"], one["old_log_probs"], one["loss_mask"], strict=True)
+        trained = [(new, old) for new, old, mask in streams if mask]
+        A = one["advantage"]
+        sequence = math.exp(math.fsum(new - old for new, old in trained) / len(trained)) if trained else 1.0
+        for new, old in trained:
+            r = sequence if name == "gspo" else math.exp(new - old)
+            if name == "sapo":
+                step = sapo(complex(new, 1e-30), old, A)
+                value, slope = step.real, step.imag / 1e-30
+            elif name == "cispo":
+                slope = -min(r, 1 + HIGH) * A
+                value = slope * new
+            else:
+                bound = -min(max(r, 1 - LOW), 1 + HIGH) * A
+                value, slope = max(-r * A, bound), 0.0 if bound > -r * A else -r * A
+            loss, squares = loss + value / total, squares + (slope / total) ** 2
+    return loss, math.sqrt(squares)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_replay_has_the_loss_and_gradient_by_hand_under_every_layout(capsys, tmp_path: Path, name: str) -> None:
+    samples = random_fanout()
+    flags = ("--policy-loss", name, "--eps-clip", LOW, "--eps-clip-high", HIGH, "--layouts", "dp1,dp2cp2:balanced@40,dp4:mb1")
+    told = compared(capsys, tmp_path, samples, "--modes", "token_mean,sample_mean", *flags)
+    loss, norm = by_hand(name, samples)
+    assert told.modes["token_mean"]["pg_loss"] == pytest.approx(loss, rel=1e-12)
+    assert told.modes["token_mean"]["grad_norm_log_probs"] == pytest.approx(norm, rel=1e-12)
+    assert per_layout(told, "token_mean", "pg_loss") == [exactly(loss)] * 4
+    assert ("pg_clipfrac" in told.modes["token_mean"]) == (name != "sapo")
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("replay", "{}", "--policy-loss", "gspo"),
+            "--policy-loss gspo is of the ratio, and needs log_probs and old_log_probs",
+        ),
+        (("replay", "{}", "--policy-loss", "sapo", "--eps-clip-c", 3), "--eps-clip-c: sapo has no clipped loss"),
+        (("train", "--policy-loss", "cispo"), "--policy-loss cispo: training is by ppo"),
+    ],
+)
+def test_what_a_loss_cannot_be_used_for_is_one_line(capsys, tmp_path: Path, arguments: Sequence[Any], said: str) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [{"response_length": 2, "advantage": 1.0, "group_index": 0}])
+    words = [path if word == "{}" else word for word in arguments]
+    assert said in refused(aggcli(capsys, *words, "--output", tmp_path / "out"))
