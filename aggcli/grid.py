@@ -77,14 +77,15 @@ def task_of(training: TrainingConfig) -> SmallTask:
     return make_task(training.task, **({} if training.task_digits is None else {"digits": training.task_digits}))
 
 
-def set_up(config: RunConfig) -> Setup:
-    """Task, policy shape and warm start, on the device. Raises `SettingError`."""
+def set_up(config: RunConfig, *, here: bool = True) -> Setup:
+    """Task, policy shape and warm start, on the device; `here`: else in main memory, for other machines. Raises
+    `SettingError`."""
     training = config.training
+    device = device_of(config) if here else torch.device("cpu")
     if config.source.rollouts:
-        return _set_up_recorded(config)
+        return _set_up_recorded(config, device)
     if training.model is not None:
-        return _set_up_model(config, training.model)
-    device = device_of(config)
+        return _set_up_model(config, training.model, device)
     task = task_of(training)
     limit = config.max_response_length or task.default_max_response_length
     policy = dataclasses.replace(
@@ -96,9 +97,9 @@ def set_up(config: RunConfig) -> Setup:
     return Setup(config, task, start, limit, device)
 
 
-def _set_up_model(config: RunConfig, model: str) -> Setup:
+def _set_up_model(config: RunConfig, model: str, device: torch.device) -> Setup:
     """A language model and a task in its words."""
-    device, training = device_of(config), config.training
+    training = config.training
     if not is_in_words(training.task):
         what = "is for the small policy" if training.task in TASKS else "is not known"
         raise SettingError(f"--task {training.task}: {what}; with --model give rg:NAME, FILE.jsonl or pkg.mod:name")
@@ -109,9 +110,9 @@ def _set_up_model(config: RunConfig, model: str) -> Setup:
     return Setup(config, task, causal_start(load_model(model, config, device), config), limit, device)
 
 
-def _set_up_recorded(config: RunConfig) -> Setup:
+def _set_up_recorded(config: RunConfig, device: torch.device) -> Setup:
     """Recorded rollouts, a policy for their vocabulary, and its supervised warm start where one is asked for."""
-    training, device = config.training, device_of(config)
+    training = config.training
     source = open_source(config.source, config.seed)
     recorded = prepared(source, config)
     longest = max(int(batch.response_length_S.max()) for batch in recorded.batches)
@@ -136,13 +137,18 @@ def need_whole_groups_in(recorded: Recorded, global_batch_size: int | None, rule
         need_groups(batch, rule)
 
 
-def movable(setup: Setup) -> Setup:
-    """The setup with its tensors in main memory, for a process that may have another device; see `arrived`."""
+def movable(setup: Setup) -> Setup | None:
+    """The setup with its tensors in main memory, for a process that may have another device, see `arrived`; None where that
+    process reads a language model itself."""
+    if setup.config.training.model is not None:
+        return None
     return dataclasses.replace(setup, start=setup.start.on(torch.device("cpu")))
 
 
-def arrived(setup: Setup) -> Setup:
-    """The setup on the device that its settings mean here. Raises `SettingError`."""
+def arrived(setup: Setup | RunConfig) -> Setup:
+    """The setup on the device that its settings mean here; made anew where only those are given. Raises `SettingError`."""
+    if isinstance(setup, RunConfig):
+        return set_up(setup)
     device = device_of(setup.config)
     return dataclasses.replace(setup, device=device, start=setup.start.on(device))
 

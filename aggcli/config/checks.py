@@ -61,6 +61,11 @@ def check(config: RunConfig) -> None:
     for name in ("workers", "shares"):
         value = getattr(config.launch, name)
         _need(name, value, value is None or value >= 1, "at least 1")
+    for name in ("cpus_per_share", "gpus_per_share"):
+        value = getattr(config.launch, name)
+        _need(name, value, 0 <= value < math.inf, "a finite number of at least 0")
+    if config.launch.ray_address is not None and config.launch.launcher != "ray":
+        raise SettingError(f"--ray-address {config.launch.ray_address}: only --launcher ray uses it; give that too")
     if config.launch.launcher not in (None, "here") and layout.dp * layout.cp > 1:
         raise SettingError(
             f"--launcher {config.launch.launcher}: ranks (--dp {layout.dp} --cp {layout.cp}) share every run, and are started"

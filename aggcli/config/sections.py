@@ -256,14 +256,21 @@ class TrainingConfig:
 class LaunchConfig:
     """Where the work runs. It changes no number: shares that are cut in the same way give the same records anywhere."""
 
-    launcher: Literal["here", "processes"] | None = None
-    """Where shares run: here or processes. One after another in this process, or in processes of this machine.
-    Default: processes where small policies are trained on several cores, else here."""
+    launcher: Literal["here", "processes", "ray"] | None = None
+    """Where shares run: here, processes or ray. One after another in this process; in processes of this machine; on a Ray
+    cluster. Default: processes where small policies are trained on several cores, else here."""
     workers: int | None = None
     """Processes at work at a time. Default: one for each of torch's threads (OMP_NUM_THREADS, else the cores)."""
     shares: int | None = None
     """Shares that the runs are cut into. Each has a checkpoint of its own; a run stays in one share. Default: one for each
-    worker, at most one per run; one with --launcher here, on a GPU, and for policies of width 256 and more."""
+    worker, at most one per run; one with --launcher here, on a GPU, and for policies of width 256 and more; on a Ray cluster
+    as many as have room at a time."""
+    ray_address: str | None = None
+    """The Ray cluster. host:port, ray://host:port or auto. Default: RAY_ADDRESS, else one that is started on this machine."""
+    cpus_per_share: float = 1.0
+    """CPUs of a share on a Ray cluster."""
+    gpus_per_share: float = 0.0
+    """GPUs of a share on a Ray cluster."""
 
 
 @dataclass(frozen=True)

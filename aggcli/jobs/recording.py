@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aggcli import ownership, records
 from aggcli.config import LAUNCH_SETTINGS, to_flat, to_toml
 from aggcli.errors import RecordError
+from aggcli.files import DRAFT, whole_file
 from aggcli.run_writer import RunWriter, end_all, say_status
 
 if TYPE_CHECKING:
@@ -71,6 +72,42 @@ def _chosen_directory(request: TrainingRequest) -> Path:
 def shares_before(directory: Path) -> int | None:
     """Into how many shares the runs in a results directory were cut; None where none was begun."""
     return None if ownership.is_blank(directory) else records.read_manifest(directory).get("shares", 1)
+
+
+Files = dict[str, bytes]
+"""Files of a results directory, by their place in it, whole."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What goes to another machine with a share. `mark`: when the manifest of the results directory was written, in ns, by
+    which a machine that sees the directory knows it; `files`: those to go on from where it does not."""
+
+    mark: int
+    files: Files
+
+    def is_seen_in(self, directory: Path) -> bool:
+        """Whether this machine sees the results directory itself."""
+        try:
+            return (directory / records.MANIFEST).stat().st_mtime_ns == self.mark
+        except OSError:
+            return False
+
+
+def packed(directory: Path, paths: Iterable[Path]) -> Files:
+    """These files of a directory, and those in these folders of it; drafts and what is not there stay out."""
+    found = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
+    return {str(file.relative_to(directory)): file.read_bytes() for file in found if file.is_file() and file.suffix != DRAFT}
+
+
+def unpack(files: Files, directory: Path) -> None:
+    """Put packed files into a directory, each as a whole or not at all. Raises `RecordError` for a place outside it."""
+    for name, content in files.items():
+        if not records.is_inside(directory, name):
+            raise RecordError(f"{directory / name}: leads out of the results directory")
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(directory / name) as draft:
+            draft.write_bytes(content)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from aggcli.config import RunConfig
 from aggcli.errors import RecordError, RolloutError, SettingError, some, told
 from aggcli.jobs import recording
 from aggcli.jobs.listening import Listener, Progress, listener, say
+from aggcli.jobs.recording import Files, Sent
 from aggcli.jobs.training_words import foretell, summary_of
 from aggcli.measurement.words import plural
 from aggcli.records import MANIFEST
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from aggcli.analysis.answer import Answer
     from aggcli.analysis.study import Study
     from aggcli.grid import Setup
-    from aggcli.launch import Launcher, Link
+    from aggcli.launch import Launcher, Link, Outcome
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.rules import Rule
     from aggcli.run_writer import RunWriter
@@ -158,7 +160,10 @@ def refuse(request: TrainingRequest) -> None:
         raise SettingError("--layouts recorded: training makes its own schedules; name a layout such as dp2:balanced")
     if objective.advantages == "recorded" and not config.source.rollouts:
         raise SettingError("--advantages recorded: sampled rollouts have none recorded; choose grpo or mean_only")
-    grid.device_of(config)
+    if config.launch.launcher == "ray" and request.command == "run":
+        raise SettingError("--launcher ray: is for several runs; give one as `aggcli train --modes MODE --seeds 1`")
+    if config.launch.launcher != "ray":  # where other machines have other devices
+        grid.device_of(config)
     if not config.source.rollouts and training.model is None:
         grid.task_of(training)
     part, group = config.layout.global_batch_size, training.n_samples_per_prompt
@@ -176,17 +181,19 @@ def refuse(request: TrainingRequest) -> None:
 class TrainingShare:
     """What is to be done of a training job at one place: number `number` of the `shares` that its `runs` are cut into.
 
-    `is_shown`: whether somebody looks at the numbers of the runs while they train; `world`: the ranks that share every run.
+    `setup`: None where a language model is read anew; `is_shown`: whether somebody looks at the numbers of the runs while they train; `world`: the ranks that share every run;
+    `sent`: what goes with it to a machine that may not see the directory.
     """
 
     request: TrainingRequest
-    setup: Setup
+    setup: Setup | None
     runs: Sequence[RunSpec]
     directory: Path
     number: int
     shares: int
     is_shown: bool
     world: World
+    sent: Sent | None = None
 
     @property
     def own_runs(self) -> Sequence[RunSpec]:
@@ -203,6 +210,10 @@ class Trained:
     silent_steps: int = 0
     told_apart: int = 0
     final: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
+    files: Files | None = None
+    """What it has recorded, where that is not in the results directory yet."""
+    is_interrupted: bool = False
+    """Whether it was told to stop, where that could not be raised since `files` had to come along."""
 
 
 IMPORTED = ("torch", "aggcli.grid", "aggcli.jobs.training", "safetensors.torch", "aggcli.sinks")
@@ -238,9 +249,9 @@ def train(request: TrainingRequest, world: World | None = None) -> TrainingResul
 
 def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
     from aggcli import grid
-    from aggcli.launch import launcher_of
+    from aggcli.launch.here import Here
 
-    setup = grid.set_up(request.config)
+    setup = grid.set_up(request.config, here=request.config.launch.launcher != "ray")
     for note in setup.recorded.notes if setup.recorded is not None else ():
         say(note)
     request = dataclasses.replace(request, config=setup.config, modes=_with_groups(request, setup, world))
@@ -248,46 +259,41 @@ def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
     if request.command == "run":
         runs = [dataclasses.replace(run, name=".") for run in runs]
     directory = recording.directory_of(request, world)
-    place = _place(setup, len(runs), world, recording.shares_before(directory) if request.resume else None)
-    resumed = _resumed(request, directory, place.shares) if request.resume else ""
+    launcher, count = _place(setup, len(runs), world, recording.shares_before(directory) if request.resume else None)
+    resumed = _resumed(request, directory, count) if request.resume else ""
     before: float | None = None
     with setup.start.threads():
         if request.config.training.match == "grad-norm":
             runs = grid.matched_rates(setup, runs, world)
         if world.is_root:
             before = foretell(request, setup, runs, directory, resumed)
-        launched = setup if place.launcher == "here" else grid.movable(setup)
-        of_all = (request, launched, runs, directory)
-        shares = [
-            TrainingShare(*of_all, number, place.shares, listener().wants_numbers, world) for number in range(place.shares)
-        ]
-        stack = recording.Stack(request, setup, runs, directory, place.shares)
+        stack = recording.Stack(request, setup, runs, directory, count)
         with stack.recorded(world) as manifest:
-            done = _launched(launcher_of(place.launcher, place.workers, IMPORTED), shares)
+            given = setup if isinstance(launcher, Here) else grid.movable(setup)
+            share = TrainingShare(request, given, runs, directory, 0, count, listener().wants_numbers, world)
+            shares = [dataclasses.replace(share, number=number) for number in range(count)]
+            if launcher.is_elsewhere:
+                shares = [_sent(share) for share in shares]
+            done = _launched(launcher, shares)
             summary = summary_of(setup, runs, done, directory) if world.is_root else {}
             manifest["final"] = summary
     return TrainingResult(request, setup, runs, summary, done, directory, before) if world.is_root else None
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a job's shares run, into how many its runs are cut, and how many of those are at work at a time."""
-
-    launcher: str
-    shares: int
-    workers: int
-
-
-def _place(setup: Setup, runs: int, world: World, before: int | None) -> _Place:
-    """The place that the settings mean. `before`: the shares of a job that is resumed, which goes on to the bit only in as
-    many."""
+def _place(setup: Setup, runs: int, world: World, before: int | None) -> tuple[Launcher, int]:
+    """Where the settings mean a job to run, and into how many shares its runs are cut. `before`: the shares of a job that is
+    resumed, which goes on to the bit only in as many. Raises `SettingError`."""
     import torch
 
+    from aggcli.launch import launcher_of
     from aggcli.launch.processes import can_fork_from_server
 
     launch = setup.config.launch
     if world.group is not None:
-        return _Place("here", 1, 1)
+        return launcher_of(launch, "here", 1, IMPORTED), 1
+    if launch.launcher == "ray":
+        launcher = launcher_of(launch, "ray", 1, IMPORTED)
+        return launcher, min(launch.shares or before or launcher.slots, runs)
     workers = launch.workers or torch.get_num_threads()
     spreads = setup.start.is_small and launch.launcher != "here"
     shares = min(launch.shares or before or (workers if spreads else 1), runs)
@@ -296,7 +302,8 @@ def _place(setup: Setup, runs: int, world: World, before: int | None) -> _Place:
         say(f"--workers {workers}: the runs are cut into {plural(shares, 'share')}, so no more are at work; --shares cuts more")
     if min(workers, shares) > 2 * (os.cpu_count() or 1):
         say(f"{workers} workers on {os.cpu_count()} cores: more than one a core only costs time and memory")
-    return _Place(launch.launcher or ("processes" if spreads else "here"), shares, min(workers, shares))
+    name = launch.launcher or ("processes" if spreads else "here")
+    return launcher_of(launch, name, min(workers, shares), IMPORTED), shares
 
 
 def _resumed(request: TrainingRequest, directory: Path, shares: int) -> str:
@@ -329,7 +336,7 @@ def _launched(launcher: Launcher, shares: Sequence[TrainingShare]) -> list[Train
             elif speaks:
                 say(message)
 
-        outcomes = list(launcher.run(trained, shares, hear))
+        outcomes = [_arrived(outcome, share.directory) for outcome in launcher.run(trained, shares, hear)]
     if any(outcome.is_interrupted for outcome in outcomes):
         if speaks and len(asked) == 1 and steps:
             number = (
@@ -362,13 +369,55 @@ def _with_groups(request: TrainingRequest, setup: Setup, world: World) -> tuple[
     return request.modes
 
 
+def _sent(share: TrainingShare) -> TrainingShare:
+    """A share for another machine; what it goes on from goes along."""
+    directory = share.directory.resolve()
+    files = recording.packed(directory, _own(share)) if share.request.resume else {}
+    return dataclasses.replace(share, directory=directory, sent=Sent((directory / MANIFEST).stat().st_mtime_ns, files))
+
+
+def _own(share: TrainingShare) -> list[Path]:
+    """What a share writes, in the results directory."""
+    from aggcli.training.checkpoint import checkpoint_of
+
+    checkpoint = checkpoint_of(share.directory, share.number, share.shares)
+    return [checkpoint, *(share.directory / run.name for run in share.own_runs)]
+
+
+def _arrived(outcome: Outcome, directory: Path) -> Outcome:
+    """The outcome of a share, what it has recorded elsewhere being in the results directory now."""
+    result = outcome.result
+    if result is None or result.files is None:
+        return outcome
+    recording.unpack(result.files, directory)
+    return dataclasses.replace(outcome, error=KeyboardInterrupt() if result.is_interrupted else None)
+
+
 def trained(share: TrainingShare, link: Link) -> Trained:
-    """Train and evaluate the runs of a share, or go on with them: its records and its checkpoint say how far they are."""
+    """Train and evaluate the runs of a share, or go on with them: its records and its checkpoint say how far they are.
+
+    Where the results directory is not to be seen it is done in a folder of this machine, and the files go back with the result.
+    """
+    if share.sent is None or share.sent.is_seen_in(share.directory):
+        return _trained(share, link)
+    with tempfile.TemporaryDirectory(prefix="aggcli-") as scratch:
+        directory = Path(scratch)
+        recording.unpack(share.sent.files, directory)
+        near = dataclasses.replace(share, directory=directory, sent=None)
+        try:
+            done = _trained(near, link)
+        except KeyboardInterrupt:
+            done = Trained(is_interrupted=True)
+        done.files = recording.packed(directory, _own(near))
+        return done
+
+
+def _trained(share: TrainingShare, link: Link) -> Trained:
     from aggcli import grid
     from aggcli.training.checkpoint import checkpoint_of, load, need_fit, save
 
     request, world, runs = share.request, share.world, share.own_runs
-    setup, path = grid.arrived(share.setup), checkpoint_of(share.directory, share.number, share.shares)
+    setup, path = grid.arrived(share.setup or request.config), checkpoint_of(share.directory, share.number, share.shares)
     with setup.start.threads():
         trainer = grid.trainer_of(setup, runs, world)
         goes_on = world.broadcast(request.resume or any((share.directory / run.name / MANIFEST).exists() for run in runs))

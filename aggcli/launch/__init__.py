@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from aggcli.errors import AggcliError, ExitCode, SettingError
+from aggcli.config import LaunchConfig
+from aggcli.errors import AggcliError, ExitCode
 
 Hear = Callable[[int, Any], None]
 """Told what a share tells of itself while it runs, and the error of one that fails while others go on: (number of the share,
@@ -58,6 +59,16 @@ class Outcome:
 class Launcher(Protocol):
     """A place for shares."""
 
+    @property
+    def slots(self) -> int:
+        """How many shares have room at a time."""
+        ...
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether shares run on machines that may have other devices and see other files."""
+        ...
+
     def run(self, work: Work, shares: Sequence[Any], hear: Hear) -> Iterator[Outcome]:
         """Every share's outcome, in the order of the shares. Few results wait for one before them, so memory stays bounded.
 
@@ -71,14 +82,16 @@ class Launcher(Protocol):
         ...
 
 
-def launcher_of(name: str, workers: int, modules: tuple[str, ...]) -> Launcher:
-    """The launcher of this name. `workers`: shares at work at a time; `modules`: what they import. Raises `SettingError`."""
+def launcher_of(launch: LaunchConfig, name: str, workers: int, modules: tuple[str, ...]) -> Launcher:
+    """The launcher of this name. `workers`: processes at a time; `modules`: what shares import. Raises `SettingError`."""
     if name == "here":
         from aggcli.launch.here import Here
 
         return Here()
-    if name == "processes":
-        from aggcli.launch.processes import Processes
+    if name == "ray":
+        from aggcli.launch.ray_cluster import joined
 
-        return Processes(workers, modules)
-    raise SettingError(f"--launcher {name}: is not known")
+        return joined(launch)
+    from aggcli.launch.processes import Processes
+
+    return Processes(workers, modules)

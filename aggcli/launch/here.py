@@ -30,6 +30,8 @@ class Here:
     """This process."""
 
     is_stopping: bool = field(default=False, init=False)
+    slots: int = field(default=1, init=False)
+    is_elsewhere: bool = field(default=False, init=False)
 
     def run(self, work: Work, shares: Sequence[Any], hear: Hear) -> Iterator[Outcome]:
         for number, share in enumerate(shares):

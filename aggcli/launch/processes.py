@@ -130,6 +130,11 @@ class Processes:
     workers: int
     modules: tuple[str, ...] = ()
     is_stopping: bool = field(default=False, init=False)
+    is_elsewhere: bool = field(default=False, init=False)
+
+    @property
+    def slots(self) -> int:
+        return self.workers
 
     def run(self, work: Work, shares: Sequence[Any], hear: Hear) -> Iterator[Outcome]:
         warm_up(self.modules)
