@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from aggcli.measurement.inventory import reward_scale
 from aggcli.measurement.local import MeasureConfig
 from aggcli.measurement.ranks import measure_on_ranks
 from aggcli.measurement.report import StepReport, Values
-from aggcli.measurement.selection import selected
+from aggcli.measurement.selection import Selected, selected
 from aggcli.measurement.step import Head, Processes, measure_config, report_step
 from aggcli.objective.reducer import Reducer
 from aggcli.objective.step import step_inputs, with_advantages
@@ -54,30 +54,37 @@ class Replay:
         number = 0
         skipped: list[str] = []
         for batch in batches:
-            advantages_T, origin = with_advantages(batch, self.config.objective)
-            found = selected(dataclasses.replace(batch, advantages_T=advantages_T), self.config)
-            if found.batch is None:
-                skipped.append(f"{batch.name}: {'; '.join(found.notes)}")
+            found = self.reports(batch, number)
+            if isinstance(found, str):
+                skipped.append(found)
                 continue
-            batch = found.batch
-            scale = reward_scale(batch, self.config.correct_threshold)
-            extra: Values = {} if found.kept is None else {"groups_generated": found.generated, "groups_kept": found.kept}
-            parts = optimizer_steps(batch, self.config.layout.global_batch_size)
-            groups = group_values(GlobalView.of(batch), self.config.correct_threshold)
-            for part in parts:
-                step = batch.select(torch.tensor(part.positions, dtype=torch.int64), name=part.name)
-                modes, left_out = self._usable_modes(step, batch, parts)
-                dtype = DTYPES[self.config.dtype or "float64"]
-                layouts = self._scheduled(step, part)
-                inputs = step_inputs(step, self.config.objective, modes, dtype, self.reducer, layouts[0][1])
-                head = Head(number, batch.name, origin, [*batch.notes, *scale, *found.notes, *left_out, *part.notes], extra)
-                measuring = measure_config(inputs, self.config.objective, self.config, self.max_response_length)
-                yield report_step(head, inputs, layouts, measuring, groups, self._processes(measuring))
+            for report in found:
+                yield report
                 number += 1
-        if not number:
-            raise RolloutError(f"{'; '.join(skipped)}; leave the flag out, or give rollouts whose rewards differ in a group")
-        for text in skipped:
-            say(f"{text}: no step of it is counted")
+        say_skipped(skipped, number)
+
+    def reports(self, batch: RolloutBatch, number: int) -> Iterator[StepReport] | str:
+        """The reports of the optimizer steps of a batch, numbered from `number`; or why none of it is counted."""
+        advantages_T, origin = with_advantages(batch, self.config.objective)
+        found = selected(dataclasses.replace(batch, advantages_T=advantages_T), self.config)
+        if found.batch is None:
+            return f"{batch.name}: {'; '.join(found.notes)}"
+        return self._reports(found.batch, found, origin, number)
+
+    def _reports(self, batch: RolloutBatch, found: Selected, origin: str, number: int) -> Iterator[StepReport]:
+        scale = reward_scale(batch, self.config.correct_threshold)
+        extra: Values = {} if found.kept is None else {"groups_generated": found.generated, "groups_kept": found.kept}
+        parts = optimizer_steps(batch, self.config.layout.global_batch_size)
+        groups = group_values(GlobalView.of(batch), self.config.correct_threshold)
+        for at, part in enumerate(parts, start=number):
+            step = batch.select(torch.tensor(part.positions, dtype=torch.int64), name=part.name)
+            modes, left_out = self._usable_modes(step, batch, parts)
+            dtype = DTYPES[self.config.dtype or "float64"]
+            layouts = self._scheduled(step, part)
+            inputs = step_inputs(step, self.config.objective, modes, dtype, self.reducer, layouts[0][1])
+            head = Head(at, batch.name, origin, [*batch.notes, *scale, *found.notes, *left_out, *part.notes], extra)
+            measuring = measure_config(inputs, self.config.objective, self.config, self.max_response_length)
+            yield report_step(head, inputs, layouts, measuring, groups, self._processes(measuring))
 
     def _usable_modes(self, step: RolloutBatch, batch: RolloutBatch, parts: list[Part]) -> tuple[tuple[Rule, ...], list[str]]:
         grouped = [mode for mode in self.modes if mode.needs_groups]
@@ -109,3 +116,11 @@ class Replay:
         if self.world.size == 1:
             return None
         return lambda views: measure_on_ranks(self.world, views, measuring)
+
+
+def say_skipped(skipped: Sequence[str], number: int) -> None:
+    """Say of which batches no step is counted. Raises `RolloutError` where none is left of the `number` of steps."""
+    if not number:
+        raise RolloutError(f"{'; '.join(skipped)}; leave the flag out, or give rollouts whose rewards differ in a group")
+    for text in skipped:
+        say(f"{text}: no step of it is counted")

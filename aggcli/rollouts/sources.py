@@ -75,20 +75,27 @@ class RecordedSource:
 
     def __iter__(self) -> Iterator[RolloutBatch]:
         """Raises `RolloutError` for whatever is wrong with a file, and where lengths of two steps count different things."""
-        at, first, unit = 0, "", ""  # of the first batch, which is not kept itself
-        for step in self._steps:
-            names = [f"step {at + i} ({label})" for i, label in enumerate(step.labels)]
-            at += len(names)
-            for batch in self._read(step, names):
-                notes = self._unused(step) if first else self._notes(step)
-                first, unit = first or batch.name, unit or batch.length_unit
-                if batch.length_unit != unit:
-                    raise RolloutError(
-                        f"{batch.name} counts lengths in {unit_word(batch.length_unit)}, {first} in {unit_word(unit)}: they"
-                        " cannot be compared; read them one by one, or count both with --tokenizer"
-                    )
-                yield batch.derived(notes=(*notes, *batch.notes))
+        first = None
+        for part in range(self.parts):
+            for batch in self.part(part):
+                first = first or (batch.name, batch.length_unit)
+                need_one_unit(first, (batch.name, batch.length_unit))
+                yield batch
                 del batch  # which would be in memory while the next is read
+
+    @property
+    def parts(self) -> int:
+        """How many pieces can be read apart from each other: what frameworks write into one file, or spread over several."""
+        return len(self._steps)
+
+    def part(self, number: int) -> Iterator[RolloutBatch]:
+        """The batches of one piece, named as in the whole. Raises `RolloutError`."""
+        at, step = sum(len(before.labels) for before in self._steps[:number]), self._steps[number]
+        notes = self._unused(step) if number else self._notes(step)
+        for batch in self._read(step, [f"step {at + i} ({label})" for i, label in enumerate(step.labels)]):
+            yield batch.derived(notes=(*notes, *batch.notes))
+            del batch
+            notes = self._unused(step)
 
     def _notes(self, step: Step) -> list[str]:
         """What is said of the whole source, on its first batch."""
@@ -118,6 +125,15 @@ class RecordedSource:
         files = [path for path in self._files if path not in self._empty]
         steps = of_ranks([step_of(path, wanted or detect_format(path)) for path in files])
         return steps if wanted else joined(steps)
+
+
+def need_one_unit(first: tuple[str, str], other: tuple[str, str]) -> None:
+    """Raise `RolloutError` where two batches, each a name and a unit, count lengths in different units."""
+    if first[1] != other[1]:
+        raise RolloutError(
+            f"{other[0]} counts lengths in {unit_word(other[1])}, {first[0]} in {unit_word(first[1])}: they cannot be compared;"
+            " read them one by one, or count both with --tokenizer"
+        )
 
 
 _HELD = {"--tokenizer": "lengths", "--length-unit": "lengths", "--reward-weights": "one reward"}
