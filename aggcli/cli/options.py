@@ -52,6 +52,8 @@ _METAVARS = {
     "evaluation_prompts": "PROMPTS",
     "lora_rank": "RANK",
     "max_response_length": "TOKENS",
+    "launcher": "PLACE",
+    "ray_address": "ADDRESS",
     "layouts": "LAYOUT,...",
     "modes": "MODE,...",
     "log_to": "NAME,...",
