@@ -181,8 +181,8 @@ def refuse(request: TrainingRequest) -> None:
 class TrainingShare:
     """What is to be done of a training job at one place: number `number` of the `shares` that its `runs` are cut into.
 
-    `setup`: None where a language model is read anew; `is_shown`: whether somebody looks at the numbers of the runs while they train; `world`: the ranks that share every run;
-    `sent`: what goes with it to a machine that may not see the directory.
+    `setup`: None where a language model is read anew; `is_shown`: whether somebody looks at the numbers of the runs while they
+    train; `world`: the ranks that share every run; `sent`: what goes with it to a machine that may not see the directory.
     """
 
     request: TrainingRequest
