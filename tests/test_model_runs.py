@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.cli import aggcli, records, refused
 from tests.tiny_models import write_tiny
@@ -116,3 +119,25 @@ def test_a_tokenizer_without_an_end_token_and_damaged_weights_are_refused_in_a_l
     (damaged / "model.safetensors").write_bytes(b"no weights")
     line = refused(aggcli(capsys, "run", *_flags(place, model=damaged, modes=None, seeds=None)))
     assert "transformers cannot load it" in line
+
+
+def test_code_and_pickles_that_come_with_a_model_are_never_run(
+    place: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights as a pickle, which torch would load; and a model class of the folder's own, which leaves a trace if imported."""
+    monkeypatch.syspath_prepend(str(place))
+    pickled, coded, trace = tmp_path / "pickled", tmp_path / "coded", tmp_path / "trace"
+    for folder in (pickled, coded):
+        shutil.copytree(place / "tiny", folder)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    assert "transformers cannot load it" in refused(
+        aggcli(capsys, "run", *_flags(place, model=pickled, modes=None, seeds=None))
+    )
+    config = json.loads((coded / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    (coded / "config.json").write_text(json.dumps(config))
+    (coded / "own.py").write_text(f"open({str(trace)!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    assert "transformers cannot load it" in refused(aggcli(capsys, "run", *_flags(place, model=coded, modes=None, seeds=None)))
+    assert not trace.exists()

@@ -241,3 +241,20 @@ def _wide(tmp_path: Path) -> Path:
     path = tmp_path / "wide.safetensors"
     save_policy(path, initial_parameters(policy, torch.Generator().manual_seed(0)), {}, "")
     return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("run", "run-token_mean"), ("compare", "compare"), ("train", "compare")],
+)
+def test_without_an_output_the_results_are_named_by_command_and_mode(
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ("--steps=1", "--rollout-batch-size=2", "--n-samples-per-prompt=2", "--device=cpu", "--evaluation-prompts=4")
+    mode = ("--loss-aggregation=token_mean",) if command == "run" else ("--modes=token_mean", "--seeds=1")
+    for _ in range(2):
+        told = aggcli(capsys, command, *mode, *flags)
+        assert told.code == 0, told.err
+    assert {path.name for path in (tmp_path / "results").iterdir()} == {name, f"{name}-2"}

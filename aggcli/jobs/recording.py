@@ -44,7 +44,7 @@ def directory_of(request: TrainingRequest, world: World) -> Path:
 
 def _chosen_directory(request: TrainingRequest) -> Path:
     if not request.resume:
-        name = f"{request.command}-{request.modes[0]}" if request.command == "run" else request.command
+        name = f"{request.command}-{request.modes[0].name}" if request.command == "run" else request.command
         return ownership.fresh_directory(request.output, name, overwrite=request.overwrite)
     if request.output is None:
         raise RecordError("--resume needs --output DIR, the results directory to go on with")

@@ -37,7 +37,11 @@ def load_model(name: str, config: RunConfig, device: torch.device) -> Any:
     place, is_local = _place(name)
     with _in_one_line(name):
         module: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            place, dtype=DTYPES[config.dtype or "float32"], local_files_only=is_local
+            place,
+            dtype=DTYPES[config.dtype or "float32"],
+            local_files_only=is_local,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     module.eval().requires_grad_(True)
     module.generation_config = (
@@ -153,6 +157,8 @@ def load_speech(name: str) -> Speech:
 
     place, is_local = _place(name)
     with _in_one_line(name):
-        speech = Speech(transformers.AutoTokenizer.from_pretrained(place, local_files_only=is_local), name)
+        speech = Speech(
+            transformers.AutoTokenizer.from_pretrained(place, local_files_only=is_local, trust_remote_code=False), name
+        )
     _ = speech.end_id
     return speech
