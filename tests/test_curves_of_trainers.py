@@ -260,6 +260,13 @@ def test_tokens_that_nothing_tells_are_not_made_up(tmp_path: Path) -> None:
     np.testing.assert_array_equal(second, [0, 10, np.nan, np.nan])
 
 
+def test_a_number_that_no_arithmetic_can_hold_counts_as_not_measured(tmp_path: Path) -> None:
+    rows = [{"step": at, "reward": value} for at, value in enumerate((0.25, 1e308, math.inf, math.nan, 10**400, 0.5))]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run,) = read_arms([f"a={tmp_path}/x.jsonl"]).runs
+    assert (run.steps.tolist(), run.measures["raw_reward"].tolist()) == ([0, 5], [0.25, 0.5])
+
+
 # -- bad input ------------------------------------------------------------------------------------------------------
 
 

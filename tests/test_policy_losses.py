@@ -16,11 +16,11 @@ from polgrad.losses import ClipConfig, PolicyLossConfig, RatioKind, SurrogateKin
 from torch import Tensor
 
 from aggcli.config import settings_from
-from aggcli.objective.policy_loss import policy_terms
+from aggcli.objective.policy_loss import clipped_log_ratio, policy_terms
 from tests.cli import aggcli, compared, exactly, per_layout, refused, write_jsonl
 from tests.fixtures import random_fanout
 
-LOSSES = ("ppo", "gspo", "cispo", "sapo")
+LOSSES = ("ppo", "gspo", "gmpo", "cispo", "sapo")
 LOW, HIGH = 0.1, 0.15
 CLIP = ClipConfig(LOW, HIGH)
 ORACLES = {
@@ -52,8 +52,9 @@ def own(name: str, new: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) ->
     """Loss, its slope and clips of each token as this project has them, of rows [B, T]."""
     objective = settings_from({"policy_loss": name, "eps_clip": LOW, "eps_clip_high": HIGH}).objective
     by = new.clone().requires_grad_()
-    mean = torch.stack([(new - old)[at][mask[at]].mean() for at in range(len(new))])[:, None].expand_as(new)
     spread = advantage[:, None].expand_as(new)
+    ratio = clipped_log_ratio(new - old, spread, objective) if name == "gmpo" else new - old
+    mean = torch.stack([ratio[at][mask[at]].mean() for at in range(len(new))])[:, None].expand_as(new)
     by_T, old_T, advantage_T, mask_T, mean_T = (one.reshape(-1) for one in (by, old, spread, mask, mean))
     terms = policy_terms(by_T, old_T, advantage_T, mask_T, objective, sequence_log_ratio_T=mean_T)
     (slope,) = torch.autograd.grad(terms.pg_loss_T.sum(), by)
@@ -92,6 +93,25 @@ def test_under_sample_mean_the_gradient_is_that_of_gspo_itself_whose_ratio_is_of
     torch.testing.assert_close(weight * slope, gradient, rtol=0, atol=1e-12)
 
 
+def test_under_sample_mean_the_gradient_is_that_of_gmpos_geometric_mean() -> None:
+    """The paper's product over each response: sign(A) * prod(|min(r A, clip(r) A)|)^(1/n), by autograd of the whole of it."""
+    new, old, advantage, mask = rows()
+    advantage[2] = 0.5  # the product has no derivative at an advantage of 0
+    value, slope, clipped = own("gmpo", new, old, advantage, mask)
+    by = new.clone().requires_grad_()
+    losses = []
+    for row, A in enumerate(advantage):
+        r = torch.exp(by - old)[row][mask[row]]
+        least = torch.minimum(r * A, r.clamp(1 - LOW, 1 + HIGH) * A)
+        losses.append(-torch.sign(A) * least.abs().prod() ** (1 / len(r)))
+        torch.testing.assert_close(value[row][mask[row]], losses[-1].detach().expand_as(r), rtol=0, atol=1e-12)
+    (gradient,) = torch.autograd.grad(torch.stack(losses).mean(), by)
+    weight = mask.double() / mask.sum(1, keepdim=True) / len(mask)
+    torch.testing.assert_close(weight * slope, gradient, rtol=0, atol=1e-12)
+    assert clipped is not None
+    assert 0.1 < float(clipped[mask].mean()) < 0.9
+
+
 def test_sapo_is_its_formula_and_its_slope_that_of_a_complex_step() -> None:
     new, old, advantage, mask = rows()
     value, slope, clipped = own("sapo", new, old, advantage, mask)
@@ -122,11 +142,15 @@ def by_hand(name: str, samples: Sequence[Mapping[str, Any]]) -> tuple[float, flo
         trained = [(new, old) for new, old, mask in streams if mask]
         A = one["advantage"]
         sequence = math.exp(math.fsum(new - old for new, old in trained) / len(trained)) if trained else 1.0
+        least = [min(math.exp(n - o), 1 + HIGH) if A > 0 else max(math.exp(n - o), 1 - LOW) for n, o in trained]
+        mean = math.prod(least) ** (1 / len(trained)) if trained else 1.0
         for new, old in trained:
             r = sequence if name == "gspo" else math.exp(new - old)
             if name == "sapo":
                 step = sapo(complex(new, 1e-30), old, A)
                 value, slope = step.real, step.imag / 1e-30
+            elif name == "gmpo":
+                value, slope = -mean * A, 0.0 if (r > 1 + HIGH if A > 0 else r < 1 - LOW) else -mean * A
             elif name == "cispo":
                 slope = -min(r, 1 + HIGH) * A
                 value = slope * new

@@ -30,6 +30,8 @@ _LONG = ({"key", "value", "step"}, {"metric", "value", "step"})
 """Columns of a metric history: a row a number."""
 _RUN_NAMES = ("run_id", "run_uuid", "run", "Run")
 STATE = "trainer_state.json"
+MOST = 1e150
+"""A number at or beyond it, the square of which no float64 holds, counts as not measured, as infinity and NaN do."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def _number(value: Any) -> float:
 def _log(path: Path, name: str, axis: str, numbers: Iterable[tuple[str, int, float]]) -> Log:
     found: dict[str, dict[int, float]] = {}
     for column, step, value in numbers:
-        if math.isfinite(value):
+        if abs(value) < MOST:
             found.setdefault(column, {})[step] = value
     columns = {}
     for column, values in found.items():

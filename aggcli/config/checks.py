@@ -19,7 +19,7 @@ def check(config: RunConfig) -> None:
     _need("eps_clip", objective.eps_clip, 0 < objective.eps_clip < 1, "above 0 and below 1")
     if objective.eps_clip_high is not None:
         _need("eps_clip_high", objective.eps_clip_high, 0 < objective.eps_clip_high < math.inf, "a positive number")
-    if objective.eps_clip_c is not None and objective.policy_loss in ("cispo", "sapo"):
+    if objective.eps_clip_c is not None and objective.policy_loss in ("gmpo", "cispo", "sapo"):
         raise SettingError(f"--eps-clip-c: {objective.policy_loss} has no clipped loss for a dual clip to bound; leave it out")
     if objective.eps_clip_c is not None:
         _need("eps_clip_c", objective.eps_clip_c, 1 < objective.eps_clip_c < math.inf, "above 1")

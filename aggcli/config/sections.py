@@ -40,11 +40,11 @@ class ObjectiveConfig:
     advantages: Literal["auto", "recorded", "grpo", "mean_only"] = "auto"
     """Where advantages come from. grpo: (reward - group mean)/(std + 1e-6), std with n-1; mean_only: reward - group mean;
     recorded: the file's own; auto: the file's own where it has them, else grpo."""
-    policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = "ppo"
+    policy_loss: Literal["ppo", "gspo", "gmpo", "cispo", "sapo"] = "ppo"
     """What the weight of a token multiplies. For recorded rollouts, with log_probs and old_log_probs. ppo: the clipped ratio;
-    gspo: clipped by the ratio of the whole response, to the power 1 over its trained tokens; cispo: the ratio, cut above 1 +
-    eps_clip_high and held constant; sapo: a smooth gate of the ratio, temperatures 1 and 1.05. At ratio 1 all have one
-    gradient."""
+    gspo: clipped by the ratio of the whole response, to the power 1 over its trained tokens; gmpo: that of clipped ratios;
+    cispo: the ratio, cut above 1 + eps_clip_high and held constant; sapo: a smooth gate of the ratio, temperatures 1 and 1.05.
+    At ratio 1 all have one gradient."""
     eps_clip: float = 0.2
     """Clip the ratio below 1 - X."""
     eps_clip_high: float | None = None

@@ -7,6 +7,9 @@ r = exp(new - old) its ratio:
     gspo    the same with s_t = sg[s] pi / sg[pi], s the       c = -s A, 0 where the clip binds    Zheng et al., 2025,
             geometric mean of r over the response's            (with weights of sample_mean and    arXiv:2507.18071,
             trained tokens                                      one advantage: GSPO's gradient)     GSPO-token
+    gmpo    -g_t A with g_t = sg[g] pi / sg[pi], constant      c = -g A, 0 where the clip binds    Zhao et al., 2025,
+            where the clip binds, g the geometric mean of      (with weights of sample_mean and    arXiv:2507.20673
+            min(r, 1 + eps_high) (A < 0: max(r, 1 - eps))       one advantage: GMPO's gradient)
     cispo   -sg[min(r, 1 + eps_high)] A log pi                 c = -min(r, 1 + eps_high) A         MiniMax-M1, 2025,
                                                                                                    arXiv:2506.13585, eq. 4
     sapo    -4 / tau sigmoid(tau (r - 1)) A, tau 1 for         c = -4 g (1 - g) r A, g the         Gao et al., 2025,
@@ -61,7 +64,8 @@ def policy_terms(
     `-clip(r)*A > -r*A`. Values under the mask may be anything, NaN included: they are selected away first.
     A ratio that the dtype cannot hold is infinity in `ratio_T`; the loss of a token whose clip binds does not need it.
     `clip_range` gives lower and upper bound of the ratio per token (for stacks of runs) instead of the objective's;
-    `sequence_log_ratio_T`, which gspo needs, the mean of new - old over the trained tokens of each token's response.
+    `sequence_log_ratio_T`, which gspo and gmpo need, the mean of new - old over the trained tokens of each token's response,
+    for gmpo of `clipped_log_ratio`.
     Sources: PPO (Schulman et al., 2017); asymmetric range: DAPO's clip-higher.
     """
     new_T = torch.where(loss_mask_T, log_probs_T, 0.0)
@@ -79,11 +83,14 @@ def policy_terms(
     elif objective.policy_loss == "sapo":
         tau_T = torch.where(advantage_T > 0, *map(held_T.new_tensor, SAPO_TEMPERATURES))
         loss_T = -torch.sigmoid(tau_T * (held_T - 1)) * 4 / tau_T * advantage_T
+    elif objective.policy_loss == "gmpo":
+        binds_T = ((advantage_T > 0) & (held_T > high)) | ((advantage_T < 0) & (held_T < low))
+        mean_T = _of_sequence(sequence_log_ratio_T, loss_mask_T, most)
+        loss_T = -torch.where(binds_T, mean_T, mean_T * torch.exp(new_T - new_T.detach())) * advantage_T
+        clipped_T = binds_T.to(loss_T.dtype)
     else:
         if objective.policy_loss == "gspo":
-            assert sequence_log_ratio_T is not None
-            sequence_T = torch.where(loss_mask_T, sequence_log_ratio_T, 0.0).clamp(max=most).exp()
-            held_T = sequence_T * torch.exp(new_T - new_T.detach())
+            held_T = _of_sequence(sequence_log_ratio_T, loss_mask_T, most) * torch.exp(new_T - new_T.detach())
         free_T = -held_T * advantage_T
         bound_T = -torch.clamp(held_T, low, high) * advantage_T  # pyright: ignore[reportCallIssue, reportArgumentType]
         loss_T, clipped_T = torch.maximum(free_T, bound_T), (bound_T > free_T).to(held_T.dtype)
@@ -92,6 +99,20 @@ def policy_terms(
             caps_T = (advantage_T < 0) & (most_T < loss_T)
             loss_T, dual_T = torch.where(caps_T, most_T, loss_T), caps_T.to(loss_T.dtype)
     return PolicyTerms(loss_T, clipped_T, dual_T, old_T - new_T, ratio_T)
+
+
+def clipped_log_ratio(log_ratio_T: Tensor, advantages_T: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """The log ratios that gmpo takes the mean of [T]: at most log(1 + eps_clip_high) where the advantage is above 0, at least
+    log(1 - eps_clip) where it is below."""
+    low, high = map(math.log, objective.clip_range)
+    down_T = torch.where(advantages_T > 0, log_ratio_T.clamp(max=high), log_ratio_T)
+    return torch.where(advantages_T < 0, down_T.clamp(min=low), down_T)
+
+
+def _of_sequence(log_ratio_T: Tensor | None, loss_mask_T: Tensor, most: float) -> Tensor:
+    """The ratio of each token's response [T], 1 where the mask is 0."""
+    assert log_ratio_T is not None
+    return torch.where(loss_mask_T, log_ratio_T, 0.0).clamp(max=most).exp()
 
 
 def kl_terms(

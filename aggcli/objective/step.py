@@ -13,6 +13,7 @@ from aggcli.config import ObjectiveConfig
 from aggcli.errors import RolloutError
 from aggcli.layout.schedule import Schedule
 from aggcli.objective.advantages import group_advantages
+from aggcli.objective.policy_loss import clipped_log_ratio
 from aggcli.objective.reducer import Reducer, reducer_weights
 from aggcli.objective.weights import masked_weights
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, Spread, first_where, is_first
@@ -177,8 +178,8 @@ def step_inputs(
             f"{step.name}: --policy-loss {objective.policy_loss} is of the ratio, and needs log_probs and old_log_probs (or"
             " rollout_log_probs); without both every ratio is 1 and all policy losses have one gradient"
         )
-    if objective.policy_loss == "gspo":
-        tokens["sequence_log_ratio"] = _sequence_log_ratio(step, tokens)
+    if objective.policy_loss in ("gspo", "gmpo"):
+        tokens["sequence_log_ratio"] = _sequence_log_ratio(step, tokens, objective)
     compared = (*rules, CUSTOM) if reducer is not None else tuple(rules)
     weighing = {rule.name: weighing_of(rule, objective) for rule in compared}
     if has_ratio:
@@ -227,9 +228,12 @@ def _streams(step: RolloutBatch) -> tuple[dict[str, Tensor], bool]:
     return tokens | {name: value for name, value in optional.items() if value is not None}, has_ratio
 
 
-def _sequence_log_ratio(step: RolloutBatch, tokens: Mapping[str, Tensor]) -> Tensor:
-    """The mean of new - old log-probability over the trained tokens of each sample, at each of its tokens: float64 [T]."""
+def _sequence_log_ratio(step: RolloutBatch, tokens: Mapping[str, Tensor], objective: ObjectiveConfig) -> Tensor:
+    """The mean of new - old log-probability over the trained tokens of each sample, at each of its tokens: float64 [T]; of gmpo
+    each clipped before, by the sign of its advantage."""
     ratio_T = torch.where(step.loss_mask_T, tokens["log_probs"].double() - tokens["old_log_probs"].double(), 0.0)
+    if objective.policy_loss == "gmpo" and "advantages" in tokens:
+        ratio_T = clipped_log_ratio(ratio_T, tokens["advantages"].double(), objective)
     lengths_S = step.response_length_S
     sum_S, trained_S = (
         torch.segment_reduce(value_T, "sum", lengths=lengths_S) for value_T in (ratio_T, step.loss_mask_T.double())
