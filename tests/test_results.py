@@ -268,7 +268,7 @@ def test_the_table_fits_80_columns_and_shows_arrows_intervals_differences_and_th
         "Holm over all 8 tests",
     ):
         assert text in " ".join(out.split()), text
-    assert " ".join(out.split()).startswith("2 of 8 differences from sample_mean are shown, largest first")
+    assert " ".join(out.split()).startswith("2 of 8 differences from sample_mean are shown; the largest")
     assert "no curve is fitted" in said
 
 
