@@ -58,9 +58,9 @@ def column_of(known: Known, columns: Iterable[str]) -> str | None:
 
 
 def like(known: Known, columns: Iterable[str]) -> list[str]:
-    """Up to three columns whose names are near to a measure's, by what they contain or by their letters."""
+    """Up to three columns whose names contain the stem of a measure's key, or are near to it by their letters."""
     names = sorted(columns)
     stem = known.key.rpartition("_")[2][:6]
     inside = [name for name in names if stem in name.lower()]
-    close = [one for name in (known.key, *known.names) for one in difflib.get_close_matches(name, names, n=2, cutoff=0.7)]
+    close = difflib.get_close_matches(known.key, names, n=2, cutoff=0.7)
     return list(dict.fromkeys([*close, *inside]))[:3]
