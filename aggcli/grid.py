@@ -16,7 +16,7 @@ from aggcli.layout.schedule import Layout
 from aggcli.layout.steps import Part, layouts_of, need_whole_groups
 from aggcli.measurement.local import is_correct
 from aggcli.objective.weights import need_groups
-from aggcli.policy.causal_lm import causal_start
+from aggcli.policy.causal_lm import causal_start, need_context, vocabulary_of
 from aggcli.policy.loading import DTYPES, load_model, load_speech
 from aggcli.policy.protocol import Noise, Policy, Start
 from aggcli.policy.stacked import SmallStart
@@ -83,6 +83,8 @@ def set_up(config: RunConfig, *, here: bool = True) -> Setup:
     training = config.training
     device = device_of(config) if here else torch.device("cpu")
     if config.source.rollouts:
+        if training.model is not None:
+            return _set_up_recorded_model(config, training.model, device)
         return _set_up_recorded(config, device)
     if training.model is not None:
         return _set_up_model(config, training.model, device)
@@ -127,6 +129,18 @@ def _set_up_recorded(config: RunConfig, device: torch.device) -> Setup:
     limit = config.max_response_length or longest
     start = SmallStart(policy, _placed(initial, config, device), config, None)
     return Setup(config, None, start, limit, device, recorded)
+
+
+def _set_up_recorded_model(config: RunConfig, model: str, device: torch.device) -> Setup:
+    """Recorded rollouts, and the language model that is to learn from them."""
+    module = load_model(model, config, device)
+    recorded = prepared(open_source(config.source, config.seed), config, vocabulary_of(module))
+    need_context(module, recorded.longest)
+    longest = max(int(batch.response_length_S.max()) for batch in recorded.batches)
+    shorter = dataclasses.replace(config.training, steps=min(config.training.steps, len(recorded.batches)))
+    config = dataclasses.replace(config, training=shorter)
+    limit = config.max_response_length or longest
+    return Setup(config, None, causal_start(module, config), limit, device, recorded)
 
 
 def need_whole_groups_in(recorded: Recorded, global_batch_size: int | None, rule: Rule) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cli import aggcli, records, refused
-from tests.tiny_models import write_tiny
+from tests.tiny_models import LETTERS, write_tiny
 
 TASK = """
 class Often:
@@ -19,9 +19,12 @@ class Often:
         return f"say {number % 1000}"
 
     def score(self, number, response):
-        if len(response) % 3 == 2:
-            raise RuntimeError("an answer of a length that this checker does not like")
-        return float(len(response) % 3)
+        if response[0] in RAISES:
+            raise RuntimeError("an answer that this checker does not like")
+        return float(sum(map(ord, response)) % 2)
+
+
+RAISES = "abcdefgh "
 """
 
 
@@ -42,7 +45,7 @@ def _flags(place: Path, **more: object) -> list[str]:
         "lr": 1e-2,
         "rollout_batch_size": 3,
         "n_samples_per_prompt": 4,
-        "max_response_length": 6,
+        "max_response_length": 16,
         "evaluation_prompts": 2,
         "modes": "sample_mean,token_mean",
         "seeds": 1,
@@ -71,10 +74,8 @@ def test_modes_of_a_seed_begin_with_the_same_responses_and_a_resumed_stack_goes_
     losses = [[line["pg_loss"] for line in records(mode / "metrics.jsonl")] for mode in modes]
     assert losses[0] != losses[1]
     (line, *_) = records(modes[0] / "metrics.jsonl")
-    assert 0 < line["checker_errors"] < 12
-    cut_off = [sample["status"] == "truncated" for sample in _rollouts(modes[0])]
-    lengths = [sample["response_length"] - (not was_cut) for sample, was_cut in zip(_rollouts(modes[0]), cut_off, strict=True)]
-    assert line["checker_errors"] == sum(length % 3 == 2 for length in lengths)
+    first_ids = [sample["tokens"][-sample["response_length"]] for sample in _rollouts(modes[0])]
+    assert line["checker_errors"] == sum(at == 1 or LETTERS[at] in "abcdefgh" for at in first_ids) > 0
     assert aggcli(capsys, "compare", *_flags(place, steps=1), "--save-rollouts", "-o", cut).code == 0
     assert aggcli(capsys, "compare", *_flags(place), "--save-rollouts", "--resume", "-o", cut).code == 0
     for name in ("sample_mean", "token_mean"):
@@ -141,3 +142,44 @@ def test_code_and_pickles_that_come_with_a_model_are_never_run(
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     assert "transformers cannot load it" in refused(aggcli(capsys, "run", *_flags(place, model=coded, modes=None, seeds=None)))
     assert not trace.exists()
+
+
+def _trained_on(place: Path, dump: Path, capsys, output: Path, **more: object) -> dict:
+    settings = {"model": place / "tiny", "rollouts": dump, "dtype": "float64", "lr": 1e-2, **more}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    told = aggcli(capsys, "run", *flags, "-o", output)
+    assert told.code == 0, told.err
+    (line,) = records(output / "metrics.jsonl")
+    return line
+
+
+@pytest.mark.slow
+def test_rollouts_trained_on_with_the_weights_that_sampled_them_have_a_ratio_of_1_exactly(
+    place: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    flags = _flags(place, modes=None, seeds=None, steps=1, temperature=0.8)
+    assert aggcli(capsys, "run", *flags, "--save-rollouts", "-o", tmp_path / "sampled").code == 0
+    (sampled,) = records(tmp_path / "sampled" / "metrics.jsonl")
+    dump = tmp_path / "sampled" / "rollouts"
+    line = _trained_on(place, dump, capsys, tmp_path / "again", temperature=0.8, kl_coef=0.1)
+    assert (line["ratio_max"], line["ratio_deviation"], line["pg_clipfrac"], line["ppo_kl"], line["kl_loss"]) == (1, 0, 0, 0, 0)
+    assert 0 < line["sampler_mismatch"] < 1e-5, "generation works in float32"
+    for name in ("pg_loss", "grad_norm", "entropy_loss", "raw_reward"):
+        assert line[name] == pytest.approx(sampled[name], rel=1e-12), name
+    assert line["grad_norm"] > 1e-3
+    other = _trained_on(place, dump, capsys, tmp_path / "hotter", temperature=1.0)
+    assert other["ratio_deviation"] > 1e-2, "the recorded log-probabilities are the old policy's"
+
+
+def test_token_ids_outside_of_the_vocabulary_and_rows_beyond_the_context_are_refused(
+    place: Path, tmp_path: Path, capsys
+) -> None:
+    row = {"group_index": 0, "reward": 1.0, "response_length": 2, "total_length": 3, "tokens": [3, 4, 99]}
+    for name, rows, said in (
+        ("ids", [row], "sample 0: token id 99 is outside of the model's vocabulary of 44"),
+        ("long", [row | {"tokens": [3] * 300, "total_length": 300}], "and the model holds 256"),
+    ):
+        dump = tmp_path / f"{name}.jsonl"
+        dump.write_text("".join(json.dumps({**rows[0], "reward": reward}) + "\n" for reward in (0.0, 1.0)))
+        assert said in refused(aggcli(capsys, "run", f"--rollouts={dump}", f"--model={place / 'tiny'}", "-o", tmp_path / "out"))

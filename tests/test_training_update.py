@@ -210,7 +210,7 @@ class _Table:
         found_1BC = self.table_1SC[:, tokens_RBL[0, :, 0], : max(int(length_RB.max()), 1)]
         return found_1BC, torch.zeros_like(found_1BC), None
 
-    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor) -> None:
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
         gradient_RQ += torch.autograd.grad(loss, self.table_1SC)[0].flatten(1)
 
 

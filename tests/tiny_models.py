@@ -12,6 +12,8 @@ import torch
 
 FAMILIES = ("llama", "qwen2", "gpt2")
 VOCABULARY = 40
+LETTERS = ("<pad>", "<end>", *"0123456789+-=?. abcdefghijklmnopqrstuvwxyz")
+"""The tokens of the model folder, by id."""
 
 
 def _built(family: str, vocabulary: int) -> Any:
@@ -52,12 +54,11 @@ def write_tiny(folder: Path, *, end_token: str | None = "<end>") -> Path:
     pytest.importorskip("transformers")
     library: Any = import_module("transformers")
     tokenizers: Any = import_module("tokenizers")
-    letters = ["<pad>", "<end>", *"0123456789+-=?. abcdefghijklmnopqrstuvwxyz"]
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({letter: at for at, letter in enumerate(letters)}, unk_token="?"))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({letter: at for at, letter in enumerate(LETTERS)}, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     words.decoder = tokenizers.decoders.Fuse()
     speech = library.PreTrainedTokenizerFast(tokenizer_object=words, eos_token=end_token, pad_token="<pad>", unk_token="?")
     folder.mkdir(parents=True, exist_ok=True)
     speech.save_pretrained(folder)
-    _built("llama", len(letters)).save_pretrained(folder)
+    _built("llama", len(LETTERS)).save_pretrained(folder)
     return folder

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.models import OptionInfo
 
-from aggcli.cli.jobs import modes_command
+from aggcli.cli.jobs import gradients_command, modes_command
 from aggcli.cli.options import (
     ConfigOption,
     DryRunOption,
@@ -99,6 +99,14 @@ def compare(
             rich_help_panel=_OTHERS,
         ),
     ] = None,
+    gradients: Annotated[
+        bool,
+        typer.Option(
+            "--gradients",
+            help="Compare modes by the gradient of a policy's parameters, and train nothing. On recorded rollouts, or on those"
+            " that the policy samples first; with --model a language model's, else the small policy's.",
+        ),
+    ] = False,
     baseline: Annotated[
         str | None, _of_directories("--baseline", "MODE", "Mode that the others are paired with. Default: the first.")
     ] = None,
@@ -160,6 +168,10 @@ def compare(
     if names := _asked_for(context, *_WITH_DIRECTORIES):
         holds = "only holds" if len(names) == 1 else "only hold"
         raise SettingError(f"{', '.join(names)}: {holds} with results directories to compare; name them, or leave it out")
+    if gradients:
+        if names := _asked_for(context, "output", "overwrite", "samples", "resume"):
+            raise SettingError(f"{', '.join(names)}: --gradients records nothing; leave it out, or keep what --json prints")
+        return gradients_command(given, config=config, json=json, dry_run=dry_run)
     ran = {"output": output, "overwrite": overwrite, "config": config, "json": json, "samples": samples}
     return modes_command(given, dry_run=dry_run, resume=resume, **ran)
 

@@ -15,6 +15,7 @@ from aggcli.config import RunConfig, to_toml
 from aggcli.errors import CheckFailed, ExitCode, SettingError
 
 if TYPE_CHECKING:
+    from aggcli.jobs.gradients import GradientsResult
     from aggcli.jobs.replay import ReplayRequest, ReplayResult
     from aggcli.jobs.training import TrainingRequest, TrainingResult
     from aggcli.world import World
@@ -90,6 +91,18 @@ def _replayed(request: ReplayRequest, world: World) -> ReplayResult | None:
             dismiss(world)
 
 
+def gradients_command(given: Mapping[str, Any], *, config: Path | None, json: bool, dry_run: bool) -> int:
+    """Compare modes by the gradients of a policy's parameters, and print. Returns the exit code."""
+    settings = resolve({**given, **({"train": True} if given.get("rollouts") else {})}, config)
+    if dry_run:
+        return print_dry_run(settings)
+    from aggcli.jobs.gradients import gradients
+
+    with notes_after():
+        _print(gradients(settings), json)
+    return ExitCode.DONE
+
+
 def training_command(request: TrainingRequest, *, json: bool) -> int:
     """Train on the ranks that the layout asks for, and print. Returns the exit code; raises `CheckFailed`."""
     from aggcli.jobs.training import refuse, train, warm_up
@@ -108,7 +121,7 @@ def training_command(request: TrainingRequest, *, json: bool) -> int:
     return ExitCode.DONE
 
 
-def _print(result: ReplayResult | TrainingResult, json: bool) -> None:
+def _print(result: ReplayResult | TrainingResult | GradientsResult, json: bool) -> None:
     if json:
         from aggcli.records import to_json
 

@@ -82,6 +82,8 @@ def settings_from(given: Mapping[str, object], defaults: Mapping[str, object] | 
     if "micro_batch_size" in asked:  # the other way to cut micro-batches
         of_model = {name: value for name, value in of_model.items() if name != "max_tokens_per_gpu"}
     values = {**(defaults or {}), **of_model, **RECIPES.get(str(recipe), {}), **asked}
+    if values.get("model") is not None and values.get("rollouts"):
+        values["train"] = True  # a replay has no use for a model
     values.update(_one_thing(asked, values))
     config = _build(RunConfig, values)
     check(config)

@@ -123,6 +123,11 @@ class CausalPolicy:
         with _told_memory():
             return self.optimizer.step(self.flat_RQ, gradient_RQ, stepping_R.to(self.device))
 
+    def sizes(self) -> dict[str, int]:
+        """See `Policy.sizes`."""
+        named = self.start.module.named_parameters()
+        return {name: value.numel() for name, value in named if value.requires_grad}
+
     def finite(self) -> Tensor:
         """See `Policy.finite`."""
         return all_finite(self.flat_RQ).cpu()
@@ -178,10 +183,10 @@ class _OneRun:
             )
         return found[0][None], found[1][None], None
 
-    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor) -> None:
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
         mine_Q, start, trained = gradient_RQ[self.runs.start], 0, _trained(self.module)
         with _told_memory():
-            for part in torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True):
+            for part in torch.autograd.grad(loss, trained, retain_graph=not is_last, allow_unused=True, materialize_grads=True):
                 mine_Q[start : start + part.numel()] += part.flatten()
                 start += part.numel()
 

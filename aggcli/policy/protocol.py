@@ -78,9 +78,9 @@ class Pass(Protocol):
         computed (None: all). Differentiable, unless gradients are switched off."""
         ...
 
-    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor) -> None:
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
         """Add d loss / d parameters of these runs to their rows of the stack's gradient [R, Q]. `loss`: a weighted sum of what
-        `log_probs` has given, one number for all the runs."""
+        `log_probs` has given, one number for all the runs; `is_last`: no further gradient is taken through the same ones."""
         ...
 
 
@@ -117,6 +117,10 @@ class Policy(Protocol):
     def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
         """Take an optimizer step; runs that are not `stepping` stay as they are, to the bit. Returns the norm of each run's
         gradient before clipping, float64 [R]."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """The parameters of one run by name, in the order of [Q]: how many numbers each has."""
         ...
 
     def finite(self) -> Tensor:

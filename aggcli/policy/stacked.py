@@ -109,6 +109,10 @@ class StackedTransformer:
         self.weights.refresh()
         return norm_R
 
+    def sizes(self) -> dict[str, int]:
+        """See `Policy.sizes`."""
+        return {name: value[0].numel() for name, value in self.weights.parameters.items()}
+
     def finite(self) -> Tensor:
         """See `Policy.finite`."""
         return all_finite(self.weights.flat_RQ).cpu()
@@ -143,8 +147,8 @@ class _SomeRuns:
         device = self.parameters["head"].device
         return self.forward(self.parameters, tokens_RBL.to(device), prompt_RB.to(device), length_RB.to(device))
 
-    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor) -> None:
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
         mine_RQ, start = gradient_RQ[self.runs], 0
-        for part in torch.autograd.grad(loss, list(self.parameters.values())):
+        for part in torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=not is_last):
             mine_RQ[:, start : start + part[0].numel()] += part.flatten(1)
             start += part[0].numel()

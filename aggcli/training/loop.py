@@ -86,6 +86,17 @@ class Trainer:
         next(self._optimizer_steps(rollouts))
         return torch.linalg.vector_norm(self.policy.state()["parameters"] - before_RQ, dim=1, dtype=torch.float64)
 
+    def parts(self, step: int) -> Iterator[tuple[RolloutBatch, Tensor, Tensor | None, Tensor | None]]:
+        """The optimizer steps of a rollout step, taken by nobody: rollouts, token ids [S, L], and the log-probabilities [T] of
+        the old policy (None: those of the policy itself) and of the reference where there is a KL term."""
+        rollouts = self.sampler.step(self.runs, self.policy, step)
+        reference_T = self._log_probs(rollouts, reference=True) if self._uses_reference() else None
+        for positions in optimizer_step_positions(rollouts.batch, len(self.runs), self.config.layout.global_batch_size):
+            old_T, ref_T = (
+                _at(rollouts.batch, positions, value_T) for value_T in (rollouts.batch.old_log_probs_T, reference_T)
+            )
+            yield rollouts.batch.select(positions), rollouts.tokens_SL[positions], old_T, ref_T
+
     def _optimizer_steps(self, rollouts: SampledRollouts) -> Iterator[tuple[int, list[RunReport]]]:
         """Every optimizer step of a rollout batch: its parts, as often as --num-iterations says."""
         parts = optimizer_step_positions(rollouts.batch, len(self.runs), self.config.layout.global_batch_size)
@@ -93,15 +104,15 @@ class Trainer:
             need_whole_groups(rollouts.batch, [Part("", positions.tolist()) for positions in parts], rule)
         groups = self.reporter.groups(rollouts.batch, len(self.runs))
         several = len(parts) * self.config.training.num_iterations > 1
-        old_T = self._log_probs(rollouts) if several else None
+        old_T = rollouts.batch.old_log_probs_T  # of recorded rollouts
+        if old_T is None and several:
+            old_T = self._log_probs(rollouts)
         reference_T = self._log_probs(rollouts, reference=True) if self._uses_reference() else None
         for _ in range(self.config.training.num_iterations):
             for positions in parts:
                 step = rollouts.batch.select(positions)
-                given = dataclasses.replace(
-                    step_tokens(step, self.runs, self.layout, torch.float64),
-                    old_log_probs_T=_at(rollouts.batch, positions, old_T),
-                    ref_log_probs_T=_at(rollouts.batch, positions, reference_T),
+                given = step_tokens(step, self.runs, self.layout, torch.float64).beside(
+                    _at(rollouts.batch, positions, old_T), _at(rollouts.batch, positions, reference_T)
                 )
                 yield (
                     self.optimizer_step,

@@ -1,7 +1,7 @@
-"""Training on rollouts that somebody else recorded: each file is a step, and the small policy learns from its tokens.
+"""Training on rollouts that somebody else recorded: each file is a step, and a policy learns from its tokens.
 
-The vocabulary is the dump's own ids, renumbered. Old log-probabilities are recomputed by the policy before its update, as
-trainers do; the gap to the recorded ones is reported as sampler mismatch.
+The vocabulary of the small policy is the dump's own ids, renumbered. Its old log-probabilities are made by the policy before
+its update, as trainers do; the gap to the recorded ones is reported as sampler mismatch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aggcli.training.stack import RunSpec
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """Recorded steps ready to train on: `batches`, each with token ids renumbered 0, 1, ... by rising original id.
+    """Recorded steps ready to train on: `batches`, for the small policy with token ids renumbered 0, 1, ... by rising id.
 
     `generated`: the prompt groups of each before --drop-zero-variance; `notes`: what was left out, in words.
     """
@@ -39,8 +39,12 @@ class Recorded:
     notes: tuple[str, ...] = ()
 
 
-def prepared(batches: Iterable[RolloutBatch], config: RunConfig) -> Recorded:
-    """Renumber token ids and set advantages. Raises `RolloutError` for a step without token ids or without advantages."""
+def prepared(batches: Iterable[RolloutBatch], config: RunConfig, vocabulary_size: int | None = None) -> Recorded:
+    """Set advantages, and renumber token ids where they are not those of a model, whose `vocabulary_size` is given. For a model
+    the recorded log-probabilities of the trainer stay the old policy's; of none, and for the small policy, they are made anew.
+
+    Raises `RolloutError` for a step without token ids or without advantages, and for an id outside of the vocabulary.
+    """
     ready, generated = [], []
     notes: dict[str, None] = {}
     left_out: list[str] = []
@@ -66,17 +70,37 @@ def prepared(batches: Iterable[RolloutBatch], config: RunConfig) -> Recorded:
                 found.batch,
                 rollout_log_probs_T=sampled_T,
                 log_probs_T=None,
-                old_log_probs_T=None,
+                old_log_probs_T=None if vocabulary_size is None else _of_the_trainer(found.batch),
                 ref_log_probs_T=None,
                 entropy_T=None,
             )
         )
     if not ready:
         raise RolloutError(f"{'; '.join(left_out)}; leave the flag out, or give rollouts whose rewards differ in a group")
+    longest = max(int(batch.total_length_S.max()) for batch in ready)
+    if vocabulary_size is not None:
+        for batch in ready:
+            _need_known_ids(batch, vocabulary_size)
+        return Recorded(ready, vocabulary_size, longest, generated, (*left_out, *notes))
     known = torch.cat([batch.token_ids_U for batch in ready if batch.token_ids_U is not None]).unique()
     renumbered = [dataclasses.replace(batch, token_ids_U=torch.searchsorted(known, batch.token_ids_U)) for batch in ready]
-    longest = max(int(batch.total_length_S.max()) for batch in ready)
     return Recorded(renumbered, known.numel(), longest, generated, (*left_out, *notes))
+
+
+def _of_the_trainer(batch: RolloutBatch) -> Tensor | None:
+    return batch.log_probs_T if batch.old_log_probs_T is None else batch.old_log_probs_T
+
+
+def _need_known_ids(batch: RolloutBatch, vocabulary_size: int) -> None:
+    assert batch.token_ids_U is not None
+    wrong_U = (batch.token_ids_U < 0) | (batch.token_ids_U >= vocabulary_size)
+    if wrong_U.any():
+        at = int(wrong_U.nonzero()[0])
+        sample = int(torch.searchsorted(batch.total_length_S.cumsum(0), at, right=True))
+        raise RolloutError(
+            f"{batch.sample_name(sample)}: token id {int(batch.token_ids_U[at])} is outside of the model's vocabulary of"
+            f" {vocabulary_size}; give the model that sampled these rollouts"
+        )
 
 
 @dataclass(frozen=True)

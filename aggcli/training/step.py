@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ class StepTokens:
     kl_coef_T: Tensor
     old_log_probs_T: Tensor | None = None
     ref_log_probs_T: Tensor | None = None
+
+    def beside(self, old_log_probs_T: Tensor | None, ref_log_probs_T: Tensor | None) -> StepTokens:
+        """The same with the log-probabilities of the other policies."""
+        return replace(self, old_log_probs_T=old_log_probs_T, ref_log_probs_T=ref_log_probs_T)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,12 +124,12 @@ def step_gradient(
     new_T = torch.zeros(2, step.loss_mask_T.numel(), dtype=torch.float64)
     for some in policy.passes():
         for row_RB in rows:
-            laid_out = _laid_out(step, tokens_SL, row_RB[some.runs])
+            laid_out = lay_out(step, tokens_SL, row_RB[some.runs])
             log_prob_RBC, entropy_RBC, owned = some.log_probs(*laid_out.inputs)
             place, flat = laid_out.owned(owned, policy.device)
             own_T = log_prob_RBC.flatten()[place]
             spread_T = entropy_RBC.flatten()[place]
-            loss = _loss(own_T, spread_T, flat, step, given, objective, policy.device)
+            loss = loss_of_rows(own_T, spread_T, flat, step, given, objective, policy.device)
             if loss.requires_grad:  # a token of these runs is in this micro-batch
                 some.add_gradient(loss, gradient_RQ)
             new_T[0, flat] = own_T.detach().double().cpu()
@@ -135,7 +139,7 @@ def step_gradient(
     return Gradient(gradient_RQ, *whole_T, *new_T)
 
 
-def _loss(
+def loss_of_rows(
     own_T: Tensor,
     entropy_T: Tensor,
     at: Tensor,
@@ -177,7 +181,7 @@ def all_log_probs(
     with torch.no_grad():
         for some in policy.passes(reference=reference):
             for row_RB in rows:
-                laid_out = _laid_out(step, tokens_SL, row_RB[some.runs])
+                laid_out = lay_out(step, tokens_SL, row_RB[some.runs])
                 log_prob_RBC, _, owned = some.log_probs(*laid_out.inputs)
                 place, flat = laid_out.owned(owned, policy.device)
                 found_T[flat] = log_prob_RBC.flatten()[place].double().cpu()
@@ -185,7 +189,7 @@ def all_log_probs(
 
 
 @dataclass(frozen=True, eq=False)
-class _LaidOut:
+class LaidOut:
     """Rows of one micro-batch: `place` of each real response token in the flat [R * B * C], `position_T` in the step."""
 
     tokens_RBL: Tensor
@@ -208,7 +212,7 @@ class _LaidOut:
         return place[mine_T], self.position_T[mine_T.cpu()]
 
 
-def _laid_out(step: RolloutBatch, tokens_SL: Tensor, row_RB: Tensor) -> _LaidOut:
+def lay_out(step: RolloutBatch, tokens_SL: Tensor, row_RB: Tensor) -> LaidOut:
     real_RB = row_RB >= 0
     at_RB = row_RB.clamp(min=0)
     length_RB = torch.where(real_RB, step.response_length_S[at_RB], 0)
@@ -217,7 +221,7 @@ def _laid_out(step: RolloutBatch, tokens_SL: Tensor, row_RB: Tensor) -> _LaidOut
     valid_RBC = torch.arange(columns) < length_RB[:, :, None]
     start_S = step.response_length_S.cumsum(0) - step.response_length_S
     position_RBC = start_S[at_RB][:, :, None] + torch.arange(columns)
-    return _LaidOut(
+    return LaidOut(
         tokens_SL[at_RB][:, :, : max(width, 1)],
         step.total_length_S[at_RB] - step.response_length_S[at_RB],
         length_RB,

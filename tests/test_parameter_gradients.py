@@ -1,0 +1,111 @@
+"""`compare --gradients`: each mode's gradient by the parameters, against a brute-force double and against a replay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aggcli.config import settings_from
+from aggcli.layout.schedule import parse_layout
+from aggcli.policy.causal_lm import causal_start
+from aggcli.training.gradients import WHOLE, cosines_of, group_of, mode_gradients, norms_of
+from aggcli.training.stack import RunSpec
+from aggcli.world import ALONE
+from tests import closed_form
+from tests.cli import aggcli
+from tests.fixtures import MODES, batch_of, rules_named
+from tests.tiny_models import FAMILIES, tiny
+
+LENGTHS = (1, 3, 4, 8, 2, 6)
+REWARDS = (1.0, 0.0, 1.0, 0.0, 0.0, 1.0)
+GROUPS = (0, 0, 0, 1, 1, 1)
+DIVISOR = 10.0
+
+
+def _samples() -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {
+            "group_index": group,
+            "response_length": length,
+            "total_length": length + 3,
+            "reward": reward,
+            "advantage": [1.0 if reward else -0.5] * length,
+            "old_log_probs": (-3 + torch.rand(length, generator=generator, dtype=torch.float64)).tolist(),
+            "tokens": torch.randint(2, 40, (length + 3,), generator=generator).tolist(),
+        }
+        for group, length, reward in zip(GROUPS, LENGTHS, REWARDS, strict=True)
+    ]
+
+
+def _token_losses(module: Any, sample: dict[str, Any]) -> Tensor:
+    """The clipped loss of each response token, by the model's own logits, [T]."""
+    ids = torch.tensor(sample["tokens"])
+    length = sample["response_length"]
+    all_LV = torch.log_softmax(module(input_ids=ids[None]).logits[0], -1)[-length - 1 : -1]
+    new_T = all_LV.gather(1, ids[-length:, None])[:, 0]
+    ratio_T = torch.exp(new_T - torch.tensor(sample["old_log_probs"], dtype=torch.float64))
+    advantage_T = torch.tensor(sample["advantage"], dtype=torch.float64)
+    return torch.maximum(-ratio_T * advantage_T, -ratio_T.clamp(0.8, 1.2) * advantage_T)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_and_cosines_are_those_of_gradients_taken_one_by_one(family: str) -> None:
+    module, samples = tiny(family), _samples()
+    config = settings_from({"dtype": "float64", "loss_aggregation_divisor": DIVISOR, "loss_aggregation": "constant"})
+    objectives = [config.objective.under(rule) for rule in rules_named(MODES, config.objective)]
+    runs = [RunSpec(objective.loss_aggregation.name, 0, objective, 0.0) for objective in objectives]
+    step = batch_of(samples)
+    tokens_SL = torch.zeros(len(samples), 11, dtype=torch.int64)
+    for at, sample in enumerate(samples):
+        tokens_SL[at, : sample["total_length"]] = torch.tensor(sample["tokens"])
+    policy = causal_start(module, config).stack([0.0], ALONE)
+    layout = parse_layout("dp1:first-fit@20")  # several micro-batches
+    found = mode_gradients(policy, runs, step, tokens_SL, layout, config.objective, step.old_log_probs_T)
+    named = list(module.named_parameters())
+    expected = []
+    for mode in MODES:
+        weights = closed_form.weights(samples, mode, DIVISOR)
+        terms = [
+            torch.tensor(weight_T, dtype=torch.float64) @ _token_losses(module, sample)
+            for weight_T, sample in zip(weights, samples, strict=True)
+        ]
+        expected.append(torch.autograd.grad(sum(terms, torch.zeros(())), [value for _, value in named]))
+    for group in {WHOLE, *(group_of(name) for name, _ in named)}:
+        flat_MQ = torch.stack(
+            [
+                torch.cat(
+                    [part.flatten() for (name, _), part in zip(named, parts, strict=True) if group in (WHOLE, group_of(name))]
+                )
+                for parts in expected
+            ]
+        )
+        product_MM = flat_MQ @ flat_MQ.mT
+        assert norms_of(found.by_parameters[group]) == pytest.approx(norms_of(product_MM), rel=1e-10)
+        for mine, theirs in zip(cosines_of(found.by_parameters[group]), cosines_of(product_MM), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-10)
+    spread = [value for row in cosines_of(found.by_parameters[WHOLE]) for value in row if value is not None]
+    assert min(spread) < 0.98, "modes that hardly differ would be no test"
+
+
+@pytest.mark.slow
+def test_the_cheap_answer_beside_it_is_the_one_that_a_replay_gives(tmp_path: Path, capsys) -> None:
+    """For the small policy, too: the samples carry no log-probabilities, so both take a ratio of 1."""
+    dump = tmp_path / "dump.jsonl"
+    rows = [{key: value for key, value in sample.items() if key != "old_log_probs"} for sample in _samples()]
+    dump.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = aggcli(capsys, "compare", "--gradients", dump, "--dtype=float64", "--json")
+    assert told.code == 0, told.err
+    (step,) = json.loads(told.out)["steps"]
+    replayed = aggcli(capsys, "replay", dump, "--json", "-o", tmp_path / "out").modes
+    for at, mode in enumerate(MODES):
+        assert step["by_log_probs"]["norm"][at] == pytest.approx(replayed[mode]["grad_norm_log_probs"], rel=1e-9)
+        assert step["by_log_probs"]["cosine"][at][0] == pytest.approx(replayed[mode]["gradient_cosine"] or 1.0, abs=1e-9)
+    whole = step["by_parameters"][WHOLE]
+    assert set(step["by_parameters"]) == {WHOLE, "embeddings", "layer 0", "layer 1", "the rest"}
+    assert whole["cosine"][2][0] != pytest.approx(step["by_log_probs"]["cosine"][2][0], abs=1e-3)
