@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +46,7 @@ class Replay:
     reducer: Reducer | None = None
     world: World = ALONE
 
-    def steps(self, batches: Iterable[RolloutBatch]) -> Iterator[StepReport]:
+    def steps(self, batches: Iterable[RolloutBatch]) -> Generator[StepReport, None, None]:
         """A report for every optimizer step, in order. The other ranks of the world run `serve` meanwhile.
 
         Raises `RolloutError` for data that the settings cannot use.

@@ -124,6 +124,15 @@ _PIPES: dict[tuple[int, int], bytes] = {}
 """What came out of each pipe, which can be read only once, while telling the format and reading take several looks."""
 
 
+def is_pipe(path: Path) -> bool:
+    """Whether a path can be read only once, and by this process alone."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
+
+
 def forget_pipes() -> None:
     """Drop what was kept of pipes: another source begins."""
     _PIPES.clear()
