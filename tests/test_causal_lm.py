@@ -135,6 +135,9 @@ def test_runs_of_a_stack_learn_apart_and_go_on_from_their_state() -> None:
     policy.step(first_RQ, torch.tensor([True, False]))
     assert torch.equal(policy.flat_RQ[1], start.initial_Q)
     assert not torch.equal(policy.flat_RQ[0], start.initial_Q)
+    second_RQ = gradient(policy)
+    assert torch.equal(second_RQ[1], first_RQ[1]), "the run that stayed has the gradient that it had"
+    assert (second_RQ[0] - first_RQ[0]).abs().max() > 1e-3
     again = start.stack([1e-2, 1e-2], ALONE)
     again.load({name: value.clone() for name, value in policy.state().items()})
     for one in (policy, again):
