@@ -11,7 +11,7 @@ from aggcli.layout.schedule import parse_layout
 from aggcli.policy.weights import Optimizer, weights_of
 from aggcli.rules import SAMPLE_MEAN, TOKEN_MEAN
 from aggcli.training.stack import RunSpec
-from aggcli.training.step import _loss, step_tokens
+from aggcli.training.step import loss_of_rows, step_tokens
 from aggcli.world import ALONE
 from tests.fake_cuda import fake_cuda
 from tests.fixtures import batch_of, fx_b
@@ -25,7 +25,7 @@ def test_the_loss_of_a_step_and_its_gradient_stay_on_the_device_of_the_policy() 
     given = step_tokens(step, runs, parse_layout("dp1"), torch.float32)
     own_T = torch.empty(16, device="meta", requires_grad=True)
     at, device = torch.arange(16), torch.device("meta")
-    loss = _loss(own_T, torch.empty(16, device="meta"), at, step, given, settings.objective, device)
+    loss = loss_of_rows(own_T, torch.empty(16, device="meta"), at, step, given, settings.objective, device)
     loss.backward()
     assert loss.device.type == "meta"
     assert own_T.grad is not None

@@ -93,7 +93,8 @@ def trl_process(model_folder: Path, steps: int, threads: int) -> None:
     import torch
     from datasets import Dataset
     from transformers import LlamaForCausalLM, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     from aggcli.tasks import make_task
 
@@ -103,8 +104,8 @@ def trl_process(model_folder: Path, steps: int, threads: int) -> None:
     questions = zip(prompts.tokens_SL, prompts.answer_S, strict=True)
     rows = [{"prompt": task.text(tokens), "answer": int(answer)} for tokens, answer in questions]
 
-    def reward(completion_ids: list[list[int]], answer: list[int], **_: Any) -> list[float]:
-        found = []
+    def reward(completion_ids: list[list[int]], answer: list[int], **_: Any) -> list[float | None]:
+        found: list[float | None] = []
         for ids, right in zip(completion_ids, answer, strict=True):
             ended = bool(ids) and ids[-1] == task.end_id
             digits = [token for token in ids if token < 10]
