@@ -284,7 +284,7 @@ def test_the_answer_for_a_dump_is_in_words(capsys: pytest.CaptureFixture[str]) -
     assert words.startswith("1 of the 3 rules compared varies with the layout: trl:bnpo, under ")
     assert low < 1 < high
     norms = f"{low:.3g}x (trl:bnpo) to {high:.0f}x (verl:token-sum) slime:sample_mean's"
-    assert f"Another rule would have made the gradient norm {norms}." in words
+    assert f"Another rule would have made the gradient norm {norms}, each under its reference layout." in words
 
 
 def test_the_answer_says_what_varies_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,6 +401,35 @@ def test_what_varies_only_on_a_recorded_layout_of_another_framework_is_set_apart
     assert re.fullmatch("trl:grpo varies" + by.removeprefix(r" \(trl:grpo\)"), alone[1])
     assert not any("trl none" in one for one in alone)
     assert aggcli(capsys, "audit", path, "--rules", "trl:grpo", *layouts, "--fail-on-variance", 1e-6).code == 1
+
+
+def test_a_rule_that_cannot_be_dealt_the_recorded_layout_is_measured_under_those_that_it_can(capsys) -> None:
+    """The replay of the same dump under dp1 and dp2 alone, which TRL can represent, gives the same loss and gradient norms."""
+    path, own = str(DATA / "slime_train" / "2.pt"), ("dp1:contiguous", "dp2:contiguous")
+    names, layouts = "trl:grpo,trl:bnpo,trl:luspo,verl:token-mean", ("--layouts", ",".join(("recorded", *own)), "--no-search")
+    told = aggcli(capsys, "compare", "--rollouts", path, "--modes", names, "--layouts", ",".join(own), "--json", "--no-samples")
+    replayed_modes = told.steps[0]["modes"]
+    rules = _json(capsys, path, "--rules", names, *layouts)["steps"][0]["rules"]
+    assert [found["reference_layout"] for found in rules.values()] == [own[0], own[0], own[0], "recorded"]
+    for name, found in rules.items():
+        assert found["effective_lr"] == pytest.approx(replayed_modes[name]["gradient_ratio"], rel=1e-9)
+        for layout in own:
+            expected = replayed_modes[name]["layouts"][layout]["pg_loss"]
+            assert found["layouts"][layout]["pg_loss"] == pytest.approx(expected, rel=1e-12)
+    (alone,) = (
+        step["rules"]["trl:bnpo"] for step in _json(capsys, path, "--rules", names, "--layouts", ",".join(own))["steps"]
+    )
+    assert rules["trl:bnpo"]["layouts"]["recorded"]["deviation"] > alone["deviation"], "else this proves nothing of the worst"
+    assert rules["trl:bnpo"]["deviation"] == pytest.approx(alone["deviation"], rel=1e-12)
+    assert rules["trl:bnpo"]["worst_layout"] == own[1] == alone["worst_layout"]
+    words = " ".join(aggcli(capsys, "audit", path, "--rules", names, *layouts).out.split())
+    by = f"{100 * alone['deviation']:.3g} %"
+    assert f"trl:bnpo, under dp2:contiguous a token's weight changes by {by} and" in words
+    assert re.search(rf"trl:bnpo [^%]* {by} varies", words), "the table says no other change"
+    assert "under recorded, which its framework cannot represent: a weight changes by" in words
+    whose = "of trl:grpo, trl:bnpo, trl:luspo it is dp1:contiguous, the first that the framework can represent"
+    assert f"the first is the reference; {whose}" in words
+    assert "against trl:grpo's, each under its reference layout" in words
 
 
 def test_a_rule_left_out_of_a_layout_is_not_called_invariant_there(capsys) -> None:

@@ -24,10 +24,11 @@ VARIES: tuple[RuleVerdict, ...] = ("varies", "varies as recorded")
 
 @dataclass(frozen=True)
 class UnderLayout:
-    """A rule under one layout against its reference layout, the first that it was evaluated under.
+    """A rule under one layout against its reference layout, the first that it was evaluated under and that is not `apart`.
 
     `pg_loss`: the step loss; `gradient_ratio`, `gradient_cosine`: norm and direction of the gradient by the log-probabilities
-    (None without advantages or where a norm is 0); `deviation`: the largest relative change of a token's weight.
+    (None without advantages or where a norm is 0); `deviation`: the largest relative change of a token's weight; `apart`: the
+    recorded layout, where the framework cannot represent it and can two or more others.
     """
 
     layout: str
@@ -35,13 +36,14 @@ class UnderLayout:
     gradient_ratio: float | None
     gradient_cosine: float | None
     deviation: float
+    apart: bool = False
 
 
 @dataclass(frozen=True)
 class RuleReport:
-    """One rule over all layouts.
+    """One rule over all layouts; the first of `under` is its reference layout.
 
-    `effective_lr`: its gradient norm over the baseline rule's under the reference layout, which is what a step length is
+    `effective_lr`: its gradient norm over the baseline rule's, each under its reference layout, which is what a step length is
     multiplied by; `skipped`: layouts that it was not evaluated under, since its framework cannot represent them; `reason`: why
     it varies, or why it was not computed; `notes`: what to know about the rule.
     """
@@ -59,16 +61,23 @@ class RuleReport:
 
     @property
     def deviation(self) -> float:
-        """The largest over all layouts; infinite where a loss is not a number."""
-        if self.verdict == "not finite":
-            return math.inf
-        return max((one.deviation for one in self.under), default=0.0)
+        """The largest over all layouts, one that is apart too; infinite where a loss is not a number."""
+        return self._largest(self.under)
+
+    @property
+    def judged(self) -> tuple[UnderLayout, ...]:
+        """The layouts that the verdict is of: those of a rule that varies between layouts that its framework can represent are
+        these alone."""
+        return tuple(one for one in self.under if not (one.apart and self.verdict == "varies"))
 
     @property
     def worst(self) -> UnderLayout | None:
-        """The layout that moves the rule most, among those with a finite loss where there is one."""
-        finite = [one for one in self.under if math.isfinite(one.deviation)]
-        return max(finite or self.under, key=lambda one: one.deviation, default=None)
+        """The one of `judged` that moves the rule most, among those with a finite loss where there is one."""
+        finite = [one for one in self.judged if math.isfinite(one.deviation)]
+        return max(finite or self.judged, key=lambda one: one.deviation, default=None)
+
+    def _largest(self, layouts: Sequence[UnderLayout]) -> float:
+        return math.inf if self.verdict == "not finite" else max((one.deviation for one in layouts), default=0.0)
 
     def as_json(self) -> dict[str, Any]:
         first = self.under[0] if self.under else None
@@ -79,7 +88,7 @@ class RuleReport:
             "total_weight": self.total_weight,
             "effective_lr": self.effective_lr,
             "gradient_cosine": self.effective_cosine,
-            "deviation": self.deviation if self.under or self.verdict == "not finite" else None,
+            "deviation": self._largest(self.judged) if self.under or self.verdict == "not finite" else None,
             "layouts": {one.layout: {k: v for k, v in vars(one).items() if k != "layout"} for one in self.under},
             "worst_layout": self.worst.layout if self.worst and self.verdict in VARIES else None,
             "skipped": list(self.skipped),
@@ -91,7 +100,8 @@ class RuleReport:
 
 @dataclass(frozen=True)
 class Audit:
-    """The reports of all rules over one batch; `reference`: the layout that the others are compared with."""
+    """The reports of all rules over one batch; `reference`: the layout that the others are compared with, unless a rule's
+    framework cannot represent it."""
 
     batch: str
     reference: str
@@ -121,8 +131,8 @@ def audit(
     tolerance: float = TOLERANCE,
     search: bool = True,
 ) -> Audit:
-    """Every rule under every layout, against the first layout; the first rule that can be computed is the baseline of effective
-    learning rates.
+    """Every rule under every layout, against the first layout, or against the first that its framework can represent, where it
+    can two or more; the first rule that can be computed is the baseline of effective learning rates.
 
     `search`: find the smallest counterexample of each rule that varies. A rule that the batch cannot give (no group_index, no
     divisor) is reported as not computed, with the reason.
@@ -153,18 +163,19 @@ def _report(
         raise SettingError(
             "its framework can represent none of these layouts: it needs equal micro-batches, or ranks of equal size"
         )
-    reference_T = rule.weights(frozen.step, possible[0].schedule, possible[0].cp)
-    under, own_T = [], None
-    moves = sum(rule.can_represent(layout.schedule) for layout in possible) < 2  # nothing says that these alone do not
-    for layout in possible:
+    own = [layout for layout in possible if rule.can_represent(layout.schedule)]
+    apart = [layout for layout in possible if layout not in own] if len(own) > 1 else []
+    under, reference_T = [], None
+    for layout in [*own, *apart] if apart else possible:
         weight_T = rule.weights(frozen.step, layout.schedule, layout.cp)
-        if rule.can_represent(layout.schedule):
-            own_T = weight_T if own_T is None else own_T
-            moves = moves or deviation(own_T, weight_T) > tolerance
+        reference_T = weight_T if reference_T is None else reference_T
         ratio, cosine = _against(frozen.slope_T, weight_T, reference_T)
-        under.append(UnderLayout(layout.text, _loss(frozen, weight_T), ratio, cosine, deviation(reference_T, weight_T)))
+        moved = deviation(reference_T, weight_T)
+        under.append(UnderLayout(layout.text, _loss(frozen, weight_T), ratio, cosine, moved, layout in apart))
+    assert reference_T is not None, "some layout is possible"
     broken = bool(torch.isnan(reference_T).any())
     worst = max(one.deviation for one in under)
+    moves = not apart or any(one.deviation > tolerance for one in under if not one.apart)  # by a layout that is not apart
     verdict = _verdict(broken, worst > tolerance, moves, len(under))
     varies = verdict in VARIES
     reason = "a fully masked piece of the batch is 0/0" if broken else rule.why() if varies else ""
@@ -183,7 +194,7 @@ def _report(
 
 
 def _verdict(broken: bool, moved: bool, moved_own: bool, layouts: int) -> RuleVerdict:
-    """`moved_own`: between two layouts that the framework can represent."""
+    """`moved_own`: between two layouts that the framework can represent, or where it cannot two of them."""
     if broken:
         return "not finite"
     if moved:

@@ -43,11 +43,23 @@ def audit_tables(head: Mapping[str, Any], steps: Sequence[Step]) -> list[Console
 
 def _settings(head: Mapping[str, Any], steps: Sequence[Step]) -> list[str]:
     count = f", {len(steps)} optimizer steps" if len(steps) > 1 else ""
+    own = [f"; of {', '.join(rules)} it is {layout}" for layout, rules in _own_references(head, steps).items()]
+    why = ", the first that the framework can represent" if own else ""
     return [
         f"{head['rollouts']}{count}",
-        f"layouts: {', '.join(head['layouts'])}; the first is the reference",
+        f"layouts: {', '.join(head['layouts'])}; the first is the reference{''.join(own)}{why}",
         f"constants and padded widths: {short(head['divisor'])} {head['length_unit']} ({head['divisor_origin']})",
     ]
+
+
+def _own_references(head: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, list[str]]:
+    """The rules whose reference layout is not the first of all, by what it is (in all steps)."""
+    groups: dict[str, list[str]] = {}
+    for rule in _rules(steps):
+        found = dict.fromkeys(report["reference_layout"] for report in _of(steps, rule))
+        if found and list(found) != head["layouts"][:1]:
+            groups.setdefault(" or ".join(found), []).append(rule)
+    return groups
 
 
 # -- the answer -----------------------------------------------------------------------------------------------------
@@ -157,9 +169,10 @@ def _on_rules(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[st
     if all(abs(known[rule] - 1) < 1e-9 for rule in (low, high)):
         return f"Another rule would not have changed the gradient norm: it is {head['baseline']}'s under all of them."
     over = f" (mean of {len(steps)} steps)" if len(steps) > 1 else ""
+    each = ", each under its reference layout" if _own_references(head, steps) else ""
     return (
         f"Another rule would have made the gradient norm {short(known[low])}x ({low}) to {short(known[high])}x ({high})"
-        f" {head['baseline']}'s{over}."
+        f" {head['baseline']}'s{over}{each}."
     )
 
 
@@ -173,10 +186,13 @@ def _few(rules: Sequence[str]) -> str:
 def _table(steps: Sequence[Step], rules: Sequence[str], head: Mapping[str, Any]) -> Table:
     numbers = ("step loss", "gradient norm", "cosine", "change of a weight")
     over = f"means of {len(steps)} steps; " if len(steps) > 1 else ""
+    under = "each under its reference layout" if _own_references(head, steps) else "under the reference layout"
     caption = (
-        f"{over}gradient norm and cosine: against {head['baseline']}'s under the reference layout; change: the largest of a"
-        " token's weight, relative to it, under any other layout that the rule was evaluated under"
+        f"{over}gradient norm and cosine: against {head['baseline']}'s{',' if 'each' in under else ''} {under}; change: the"
+        " largest of a token's weight, relative to it, under any other layout that the rule was evaluated under"
     )
+    if any(_apart(report) for rule in rules for report in _of(steps, rule) if report["verdict"] == "varies"):
+        caption += " (where it varies: that its framework can represent)"
     if any(_verdict(_of(steps, rule)) == _AS_RECORDED for rule in rules):
         caption += "; as recorded: varies only between the recorded layout, which the framework cannot represent, and others"
     table = BlockTable(["rule", *numbers, ""], numbers, padding=(0, 1, 0, 0), caption=caption, fold_names=True)
@@ -203,6 +219,11 @@ def _change(found: Sequence[Mapping[str, Any]]) -> str:
         return "NaN"
     worst = max(changes)
     return "0" if worst < 1e-12 else percent(worst)
+
+
+def _apart(report: Mapping[str, Any]) -> list[str]:
+    """The recorded layout, where the framework of this rule cannot represent it, and can two or more others."""
+    return [layout for layout, one in report["layouts"].items() if one["apart"]]
 
 
 def _verdict(found: Sequence[Mapping[str, Any]]) -> str:
@@ -244,6 +265,11 @@ def _reasons(steps: Sequence[Step], rules: Sequence[str]) -> Iterable[list[str]]
             whose = f"{members[0][0]} " if len(members) > 1 else ""
             at = f", step {_step_of(report, members[0][0], steps)}" if len(steps) > 1 else ""
             told.append(f"{whose}most under {report['worst_layout']}{at}: {_moved(report, outcome)}")
+            told += [
+                f"{whose}under {layout}, which its framework cannot represent{at}: {_moved(report, report['layouts'][layout])}"
+                for layout in _apart(report)
+                if layout != report["worst_layout"]
+            ]
         if report["counterexample"]:
             told.append(f"smallest example: {report['counterexample']['text']}")
         yield told
