@@ -137,6 +137,8 @@ def test_the_verdict_of_logs_is_that_of_our_own_records_of_the_same_numbers(tmp_
         "response_length",
         "tokens",
     ]
+    heads = {row.pop("head") for found in (ours, theirs) for row in found["outcomes"] if row["outcome"] == "tokens"}
+    assert heads == {"tokens trained on before the last common step", "tokens as logged before the last common step"}
     for name in ("answer", "verdict", "outcomes", "paired", "modes"):
         assert theirs[name] == ours[name], name
     assert theirs["answer"][0].startswith("2 of 4 differences from grpo under dapo are shown;")
@@ -221,6 +223,22 @@ def test_a_panel_that_wandb_exported_holds_several_runs_of_an_arm(tmp_path: Path
     assert any(note.endswith("; tokens") for note in arms.notes)  # not there, so said to be missing
 
 
+def test_a_run_of_a_panel_whose_name_begins_like_anothers_has_its_own_numbers(tmp_path: Path) -> None:
+    heads = "Step,grpo - train/reward,grpo - lr 1e-6 - train/reward"
+    (tmp_path / "panel.csv").write_text(f"{heads}\n0,0.1,0.9\n1,0.2,0.8\n")
+    runs = {run.source: run.measures["raw_reward"].tolist() for run in read_arms([f"a={tmp_path}/panel.csv"]).runs}
+    assert runs == {f"{tmp_path}/panel.csv (grpo)": [0.1, 0.2], f"{tmp_path}/panel.csv (grpo - lr 1e-6)": [0.9, 0.8]}
+
+
+def test_a_comma_at_the_end_of_a_row_shifts_no_column(tmp_path: Path) -> None:
+    """Also beside a row without one, a cell of two lines, and one that is left out."""
+    text = 'step,reward,response_length,notes\n1,1,101,,\n2,0.5,102,"one\ntwo",\n3,0.25\n'
+    (tmp_path / "x.csv").write_text(text)
+    (run,) = read_arms([f"a={tmp_path}/x.csv"]).runs
+    assert (run.steps.tolist(), run.measures["raw_reward"].tolist()) == ([1, 2, 3], [1, 0.5, 0.25])
+    np.testing.assert_array_equal(run.measures["response_length"], [101, 102, math.nan])
+
+
 # -- what a number is called --------------------------------------------------------------------------------------------
 
 
@@ -267,6 +285,77 @@ def test_a_number_that_no_arithmetic_can_hold_counts_as_not_measured(tmp_path: P
     assert (run.steps.tolist(), run.measures["raw_reward"].tolist()) == ([0, 5], [0.25, 0.5])
 
 
+# -- what was not measured ----------------------------------------------------------------------------------------------
+
+
+def jsonl(folder: Path, arm: str, rows: Callable[[int, int], Mapping[str, float]], seeds: int = 3) -> str:
+    """Runs of 20 steps, as an argument of `--curves`. `rows`: the numbers of a seed at a step."""
+    for seed in range(seeds):
+        own = [json.dumps({"step": at, **rows(seed, at)}) + "\n" for at in range(20)]
+        (folder / f"{arm}-seed{seed}.jsonl").write_text("".join(own))
+    return f"{arm}={folder}/{arm}-*"
+
+
+def good(seed: int, at: int) -> Mapping[str, float]:
+    return {"reward": 0.5 + 0.01 * seed * seed, "response_length": 100 + seed + at}
+
+
+def test_a_diverged_arm_is_named_and_the_headline_says_what_was_not_tested(tmp_path: Path) -> None:
+    gone = jsonl(tmp_path, "a", lambda seed, at: {**good(seed, at), "reward": math.nan if at >= 16 else 0.25})
+    found = compare_curves([gone, jsonl(tmp_path, "b", good)], (), NO_FIT)
+    assert found.answer.sentences[1] == (
+        "Raw reward in training rollouts, equal steps, was not tested under b: a has no number of it in the last steps."
+    )
+    said = f"raw reward of {tmp_path}/a-seed1.jsonl is NaN, infinite or beyond 1e+150 from step 16 on, and left out there"
+    assert said in found.notes
+
+
+def test_the_seeds_that_are_said_are_those_that_were_compared(tmp_path: Path) -> None:
+    """Seed 2 of a has no reward in two of its steps and from 17 on: two seeds in reward, three in length."""
+    gone = {5, 9, *range(17, 20)}
+    lost = jsonl(tmp_path, "a", lambda s, at: {**good(s, at), **({"reward": math.inf} if s == 2 and at in gone else {})})
+    found = compare_curves([lost, jsonl(tmp_path, "b", lambda s, at: {**good(s, at), "reward": 0.5})], (), NO_FIT)
+    assert {row.outcome: row.pairs for row in found.rows if row.mode == "b"} == {"raw_reward": 2, "response_length": 3}
+    assert any(line.startswith("2 to 3 seeds, by outcome and mode,") for line in found.answer.sentences)
+    assert any("a-seed2.jsonl is NaN, infinite or beyond 1e+150 at 5 steps (5, 9, 17 and 2 more)" in it for it in found.notes)
+
+
+def test_runs_of_unknown_tokens_that_reach_an_accuracy_are_not_said_not_to(tmp_path: Path) -> None:
+    """Arm b lies at 0.62; of a, one run of three comes to the level that is asked for."""
+    low = jsonl(tmp_path, "a", lambda seed, at: {"accuracy": 0.02 * at + 0.1 * (seed == 2)})
+    high = jsonl(tmp_path, "b", lambda seed, at: {"accuracy": 0.62})
+    notes = compare_curves([low, high], (), ComparisonOptions(fit=False, reach=0.45)).notes
+    assert not any("no run reaches" in note for note in notes)
+    assert "b: 3 of 3 runs reached an accuracy of 0.45; the tokens that it took are known of none" in notes
+    assert "a: 1 of 3 runs reached an accuracy of 0.45; the tokens that it took are known of none" in notes
+    never = compare_curves([low], (), ComparisonOptions(fit=False, reach=0.9)).notes
+    assert "no run reaches an accuracy of 0.9" in never
+
+
+def test_a_column_that_a_run_lacks_is_compared_over_the_others_and_one_that_an_arm_lacks_is_not(tmp_path: Path) -> None:
+    some = jsonl(tmp_path, "a", lambda s, at: {**good(s, at), **({} if s == 2 else {"accuracy": 0.5, "entropy": 1.0})})
+    other = jsonl(tmp_path, "b", lambda seed, at: {**good(seed, at), "accuracy": 0.5})
+    notes = read_arms([some, other]).notes
+    assert f"accuracy is missing in {tmp_path}/a-seed2.jsonl, so compared over the others" in notes
+    assert "not found, so not compared: entropy of b; KL divergence; tokens" in notes
+    assert not any("entropy is missing" in note for note in notes)
+
+
+def test_a_difference_without_an_interval_has_the_digits_of_its_terms(tmp_path: Path, capsys) -> None:
+    arms = [jsonl(tmp_path, arm, lambda *_, value=value: {"reward": value}) for arm, value in (("a", 59000), ("b", 41300))]
+    out = aggcli(capsys, "compare", "--curves", arms[0], "--curves", arms[1], "--no-fit").out
+    assert "minus a              -17700" in out
+    assert "equal steps: -17700." in " ".join(out.split())
+    assert "18000" not in out
+
+
+def test_a_huge_number_is_short(tmp_path: Path, capsys) -> None:
+    arms = [jsonl(tmp_path, arm, lambda s, at: {**good(s, at), "reward": 1e140 * (1 + s * s)}) for arm in "ab"]
+    out = aggcli(capsys, "compare", "--curves", arms[0], "--curves", arms[1], "--no-fit").out
+    assert "2.67e+140 ± 5.2e+140" in " ".join(out.split())  # (1 + 2 + 5) / 3; 4.3027 * 2.0817 / 3**0.5
+    assert max(map(len, out.split())) < 40 + len(str(tmp_path))
+
+
 # -- bad input ------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +378,21 @@ def lines(steps: Sequence[int], axis: str = "step", name: str = "reward") -> str
         ({"x.jsonl": lines([1])}, ("--curves", "a={}/x.jsonl", "--curves", "b={}/*.jsonl"), "is a run of a already"),
         ({"x.csv": "epoch,reward\n1,2\n"}, ("--curves", "a={}/x.csv"), "has no column of steps; it has epoch, reward"),
         ({"x.csv": "step,reward\n0.5,2\n"}, ("--curves", "a={}/x.csv"), "step holds 0.5, and steps are whole numbers"),
+        ({"x.csv": "step,reward\n1,2,\n2,3,4\n"}, ("--curves", "a={}/x.csv"), "row 3 has 3 cells, and the header names 2"),
+        ({"x.csv": "step,reward,reward\n1,2,3\n"}, ("--curves", "a={}/x.csv"), "has several columns named reward"),
+        (
+            {"x.csv": "step,reward,response_length\n1,2,-3\n"},
+            ("--curves", "a={}/x.csv"),
+            "response_length lies below 0, so it is no response length",
+        ),
+        (
+            {
+                "x.csv": "step,reward\n1,NaN\n",
+            },
+            ("--curves", "a={}/x.csv"),
+            "holds no number over steps",
+        ),
+        ({"x.csv": "step,reward,lr\n1,inf,1\n"}, ("--curves", "a={}/x.csv"), "reward: no finite number below 1e+150"),
         ({"x.csv": ""}, ("--curves", "a={}/x.csv"), "is no CSV table"),
         ({"x.jsonl": "{}\nno\n{}\n"}, ("--curves", "a={}/x.jsonl"), "line 2 is no JSON"),
         ({"trainer_state.json": "{}"}, ("--curves", "a={}/trainer_state.json"), "no JSON object with a log_history"),

@@ -87,7 +87,7 @@ def as_shown(mean: float, low: float | None, high: float | None, sign: str = "")
         return in_three(mean)
     half = (high - low) / 2
     if not half or abs(low + high - 2 * mean) > 1e-6 * half:
-        digits = ".2g" if sign else ".3g"
+        digits = ".3g"
         ends = [f"{float(f'{end:{digits}}'):{sign}.0f}" if abs(end) >= 100 else f"{end:{sign}{digits}}" for end in (low, high)]
         return f"[{ends[0]}, {ends[1]}]"
     places = max(0, 1 - int(f"{half:.1e}".split("e")[1]))

@@ -185,7 +185,8 @@ def test_an_interval_that_reaches_further_up_says_so_and_by_which_quantile():
         )
 
     skewed = rows_of(compare([of(seed, **{"correct/response_length": 5.0 + seed}) for seed in range(3)], window=0))
-    further = "Up to a higher quantile than 97.5 %, as their laws over runs are skewed: length of correct responses: 98.25 %."
+    further = "Up to a higher quantile than 97.5 %, as their laws over runs are skewed: length of correct responses in training"
+    further += " rollouts: 98.25 %."
     assert further in recorded_caption(skewed)
     plain = rows_of(compare([of(seed, response_length=5.0 + seed) for seed in range(3)], window=0))
     assert "quantile" not in recorded_caption(plain)

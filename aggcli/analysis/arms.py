@@ -19,7 +19,7 @@ from natsort import natsorted
 from aggcli.analysis.directories import holds_results
 from aggcli.analysis.histories import MEASURES, Floats, History, read_histories
 from aggcli.analysis.log_names import KEYS, KNOWN, column_of, like
-from aggcli.analysis.logs import STEP_NAMES, Log, read_logs
+from aggcli.analysis.logs import MOST, STEP_NAMES, Log, read_logs
 from aggcli.errors import RecordError, SettingError, nearest, some
 from aggcli.measurement.words import listed, plural
 
@@ -130,6 +130,8 @@ def _history(arm: str, log: Log, columns: Mapping[str, str], *, alone: bool) -> 
             " it with --metric reward=COLUMN"
         )
     steps = np.unique(np.concatenate([log.columns[used[key]][0] for key in used if KNOWN[key].measure != "tokens"]))
+    if not steps.size:
+        raise RecordError(f"{log.name}: {listed(list(used.values()))}: no finite number below {MOST:g} is logged")
     measures = {name: np.full(len(steps), np.nan) for name in MEASURES}
     for key, column in used.items():
         if KNOWN[key].measure != "tokens":
@@ -137,6 +139,9 @@ def _history(arm: str, log: Log, columns: Mapping[str, str], *, alone: bool) -> 
     accuracy = measures["accuracy"]
     if "accuracy" in used and not ((accuracy >= 0) & (accuracy <= 1) | np.isnan(accuracy)).all():
         raise RecordError(f"{log.name}: {used['accuracy']} lies outside 0 and 1, so it is no accuracy; name another column")
+    for key in ("length", "correct_length", "incorrect_length"):
+        if key in used and (measures[KNOWN[key].measure] < 0).any():
+            raise RecordError(f"{log.name}: {used[key]} lies below 0, so it is no {KNOWN[key].word}; name another column")
     run = History(
         directory=Path(log.name),
         mode=arm,
@@ -237,7 +242,7 @@ def _what_was_read(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
     logs = [(name, one) for name, own in arms.items() for one in own if one.log is not None and one.used is not None]
     if not logs:
         return []
-    read, missing = [], []
+    read, missing, partly = [], [], []
     for key, known in KNOWN.items():
         of_column: dict[str, dict[str, None]] = {}
         for name, one in logs:
@@ -247,9 +252,14 @@ def _what_was_read(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
             read.append(f"{known.word} is {next(iter(of_column))}")
         elif of_column:
             read.append(f"{known.word} is {listed([f'{column} in {listed(list(own))}' for column, own in of_column.items()])}")
-        lacking = [one.run.source for _, one in logs if one.used is not None and key not in one.used]
+        lacking = [(name, one.run.source) for name, one in logs if one.used is not None and key not in one.used]
         if of_column and lacking and known.measure != "tokens":
-            missing.append(f"{known.word}: not in {some(lacking, 3)}")
+            having = {name for of in of_column.values() for name in of}
+            if bare := list(dict.fromkeys(name for name, _ in lacking if name not in having)):
+                missing.append(f"{known.word} of {listed(bare)}")
+            few = [source for name, source in lacking if name in having]
+            if few and (len(having) > 1 or len(arms) == 1):
+                partly.append(f"{known.word} is missing in {some(few, 3)}, so compared over the others")
         elif not of_column and key in ("accuracy", "reward", "length", "entropy", "kl"):
             near = like(known, {column for _, one in logs if one.log is not None for column in one.log.columns})
             missing.append(f"{known.word}{f' (nearest: {some(near)})' if near else ''}")
@@ -260,4 +270,19 @@ def _what_was_read(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
         said.append("tokens are counted as the trainers logged them, which may include those of prompts")
     if missing:
         said.append(f"not found, so not compared: {'; '.join(missing)}")
+    said += [*partly, *(line for _, one in logs for line in _lost(one))]
     return [*said, "the settings of other trainers' runs are not known here: see to it that the arms differ in one thing only"]
+
+
+def _lost(one: _Read) -> list[str]:
+    """Which of a log's numbers are none to reckon with, and from which step on."""
+    said = []
+    for key, column in (one.used or {}).items():
+        lost = one.log.lost.get(column, ()) if one.log is not None else ()
+        if one.log is None or not lost:
+            continue
+        known = one.log.columns[column][0]
+        last = known[-1] if known.size else -1
+        at = f"from step {lost[0]} on" if lost[0] > last else f"at {plural(len(lost), 'step')} ({some(lost, 3)})"
+        said.append(f"{KNOWN[key].word} of {one.run.source} is NaN, infinite or beyond {MOST:g} {at}, and left out there")
+    return said

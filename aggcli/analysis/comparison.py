@@ -20,6 +20,7 @@ import numpy as np
 from aggcli.analysis.efficiency import EfficiencyPair
 from aggcli.analysis.histories import History, with_labels
 from aggcli.analysis.outcomes import (
+    LOGGED_BEFORE,
     OUTCOMES,
     WINDOW,
     Common,
@@ -28,6 +29,7 @@ from aggcli.analysis.outcomes import (
     bounds_of,
     default_reach,
     span_of,
+    steps_to_reach,
     steps_trained,
     values_in,
 )
@@ -159,7 +161,8 @@ def compare(
     base = next(iter(arms))
     terms = Terms(window, default_reach(arms[base], window) if reach is None else reach, ends or {})
     outcomes: dict[str, dict[str, Estimate]] = {}
-    for outcome in OUTCOMES.values():
+    defined = {**OUTCOMES, "tokens": LOGGED_BEFORE} if any(run.source for run in runs) else OUTCOMES
+    for outcome in defined.values():
         if outcome.measure == "raw_reward" and _reward_is_accuracy(runs):
             continue
         found = {label: _estimate(outcome, label, own, terms) for label, own in arms.items()}
@@ -169,7 +172,7 @@ def compare(
     notes = [*_notes(arms, base, outcomes, paired), *_not_reached(arms, outcomes, terms.reach), *_all_wrong(outcomes)]
     notes += _unequal_ends(arms, base) if terms.ends else []
     found = Comparison(
-        base, tuple(arms), outcomes, terms.reach, tuple(notes), window=window, ratios=tuple(ratios), paired=paired
+        base, tuple(arms), outcomes, terms.reach, tuple(notes), defined, window, ratios=tuple(ratios), paired=paired
     )
     return _corrected(found)
 
@@ -306,16 +309,22 @@ def _notes(
 def _not_reached(
     arms: Mapping[str, Sequence[History]], outcomes: Mapping[str, Mapping[str, Estimate]], reach: float | None
 ) -> list[str]:
-    """Which runs have no tokens to the accuracy `reach`."""
+    """Which runs have no tokens to the accuracy `reach`: those that never reach it, and those whose tokens are not known."""
     if reach is None or "accuracy" not in outcomes:
         return []
     found = outcomes.get("tokens_to_accuracy", {})
-    if not found:
+    reached = {label: [run for run in runs if math.isfinite(steps_to_reach(run, reach))] for label, runs in arms.items()}
+    if not found and not any(reached.values()):
         return [f"no run reaches an accuracy of {reach:g}"]
     said = []
     for label, runs in arms.items():
-        there, total = len(found[label].values) if label in found else 0, plural(len(runs), "run")
-        if not there:
+        there, total = len(reached[label]), plural(len(runs), "run")
+        if (told := len(found[label].values) if label in found else 0) < there:
+            said.append(
+                f"{label}: {there} of {total} reached an accuracy of {reach:g};"
+                f" the tokens that it took are known of {told or 'none'}"
+            )
+        elif not there:
             said.append(f"{label}: none of its {total} reached an accuracy of {reach:g}")
         elif there < len(runs):
             said.append(

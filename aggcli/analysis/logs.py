@@ -10,10 +10,13 @@ TRL, and JSON lines as verl writes them. Each run becomes columns of numbers ove
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ _COUNTS_OF_WANDB = ("Step", "_step")
 _LONG = ({"key", "value", "step"}, {"metric", "value", "step"})
 """Columns of a metric history: a row a number."""
 _RUN_NAMES = ("run_id", "run_uuid", "run", "Run")
+_NO_FINITE = ("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf")
+"""How numbers that are not finite are written where the format has none."""
 STATE = "trainer_state.json"
 MOST = 1e150
 """A number at or beyond it, the square of which no float64 holds, counts as not measured, as infinity and NaN do."""
@@ -37,13 +42,15 @@ MOST = 1e150
 @dataclass(frozen=True)
 class Log:
     """A run's log. `name`: its file or folder, and which run of the file where that holds several; `axis`: what its steps are
-    called there; `columns`: name -> (steps [E], sorted, each once; numbers [E], finite).
+    called there; `columns`: name -> (steps [E], sorted, each once; numbers [E], finite); `lost`: name -> the steps, sorted, at
+    which it was logged as NaN, infinite or at or beyond `MOST`, so that these numbers are not among the others.
     """
 
     path: Path
     name: str
     axis: str
     columns: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]
+    lost: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def read_logs(path: Path, axis: str | None = None) -> list[Log]:
@@ -167,55 +174,76 @@ def _triples(path: Path, axis: str, rows: Iterable[Mapping[str, Any]]) -> Iterat
             continue
         step = _step(path, axis, at)
         for name, value in row.items():
-            if name != axis:
-                yield name, step, _number(value)
+            if name != axis and (number := _number(value)) is not None:
+                yield name, step, number
 
 
 # -- CSV ------------------------------------------------------------------------------------------------------------
 
 
 def _csv(path: Path, axis: str | None) -> list[Log]:
-    import io
-
-    import pandas as pd
-
-    try:
-        frame = pd.read_csv(io.StringIO(_text(path)), skipinitialspace=True)
-    except (ValueError, pd.errors.ParserError) as error:
-        raise RecordError(f"{path}: is no CSV table ({next(iter(str(error).splitlines()), 'empty')})") from error
-    frame.columns = list(map(str, frame.columns))
-    for name in frame.columns:
-        if frame[name].dtype == object and name not in (*_RUN_NAMES, "key", "metric"):
-            frame[name] = pd.to_numeric(frame[name], errors="coerce")  # a cell of text is no number
-    if any(names <= set(frame.columns) for names in _LONG):
-        return _metric_history(path, frame)
-    chosen = _axis(path, frame.columns, axis)
-    rows: list[dict[str, Any]] = [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
-    runs: dict[str, None] = {}
-    for name in frame.columns:
-        if name != chosen and " - " in name:
-            runs[name.rpartition(" - ")[0]] = None
+    names, cells = _cells(path)
+    if any(kind <= set(names) for kind in _LONG):
+        return _metric_history(path, names, cells)
+    chosen = _axis(path, names, axis)
+    rows = [{name: _of_text(cell) for name, cell in row.items()} for row in cells]
+    runs = dict.fromkeys(name.rpartition(" - ")[0] for name in names if name != chosen and " - " in name)
     if not runs:
         return [_log(path, str(path), chosen, _triples(path, chosen, rows))]
     logs = []
     for run in runs:
-        own = {name: name.rpartition(" - ")[2] for name in frame.columns if name.startswith(f"{run} - ")}
+        own = {name: metric for name in names for of, _, metric in [name.rpartition(" - ")] if of == run}
         parts = [{chosen: row[chosen], **{short: row[name] for name, short in own.items()}} for row in rows]
         logs.append(_log(path, f"{path} ({run})", chosen, _triples(path, chosen, parts)))
     return logs
 
 
-def _metric_history(path: Path, frame: Any) -> list[Log]:
+def _cells(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns' names, and of each row the texts of its cells. Raises `RecordError` for a row with a cell beyond the last
+    column (commas at its end are none), and for two columns of one name, of which nobody knows which is meant."""
+    try:
+        lines = [
+            [cell.strip() for cell in line] for line in csv.reader(io.StringIO(_text(path)), skipinitialspace=True) if line
+        ]
+    except csv.Error as error:
+        raise RecordError(f"{path}: is no CSV table ({error})") from error
+    if not lines:
+        raise RecordError(f"{path}: is no CSV table (empty)")
+    names, *body = lines
+    if twice := [name for name, count in Counter(filter(None, names)).items() if count > 1]:
+        raise RecordError(
+            f"{path}: has several columns named {some(twice, 3)}; rename them, so that it is known which is meant"
+        )
+    for number, line in enumerate(body, 2):
+        if any(line[len(names) :]):
+            raise RecordError(f"{path}: row {number} has {len(line)} cells, and the header names {len(names)} columns")
+    return [name for name in names if name], [
+        {name: cell for name, cell in zip(names, line, strict=False) if name} for line in body
+    ]
+
+
+def _of_text(cell: str) -> float | None:
+    """A cell's number; None for one that is blank, or text."""
+    try:
+        return None if "_" in cell else float(cell)
+    except ValueError:
+        return None
+
+
+def _metric_history(path: Path, names: Sequence[str], cells: Sequence[Mapping[str, str]]) -> list[Log]:
     """A row a number, as MLflow's metric histories have them."""
-    key = "key" if "key" in frame.columns else "metric"
-    of_run = next((name for name in _RUN_NAMES if name in frame.columns), None)
-    parts = [("", frame)] if of_run is None else [(str(run), own) for run, own in frame.groupby(of_run, sort=False)]
-    logs = []
-    for run, own in parts:
-        rows = [{"step": at, str(name): value} for at, name, value in zip(own["step"], own[key], own["value"], strict=True)]
-        name = f"{path} ({run})" if len(parts) > 1 else str(path)
-        logs.append(_log(path, name, "step", _triples(path, "step", rows)))
-    return logs
+    key = "key" if "key" in names else "metric"
+    of_run = next((name for name in _RUN_NAMES if name in names), None)
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for row in cells:
+        one = {"step": _of_text(row.get("step", "")), row.get(key, ""): _of_text(row.get("value", ""))}
+        parts.setdefault(row.get(of_run, "") if of_run else "", []).append(one)
+    if not parts:
+        raise RecordError(f"{path}: holds no number over steps")
+    return [
+        _log(path, f"{path} ({run})" if len(parts) > 1 else str(path), "step", _triples(path, "step", rows))
+        for run, rows in parts.items()
+    ]
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------
@@ -246,28 +274,31 @@ def _axis(path: Path, names: Iterable[str], axis: str | None) -> str:
 
 def _step(path: Path, axis: str, value: Any) -> int:
     number = _number(value)
-    if not (number.is_integer() and 0 <= number < 2**53):
+    if number is None or not (number.is_integer() and 0 <= number < 2**53):
         raise RecordError(f"{path}: {axis} holds {value}, and steps are whole numbers from 0 on")
     return int(number)
 
 
-def _number(value: Any) -> float:
-    """A number; NaN for what is none, or is beyond float64."""
-    try:
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    except OverflowError:
+def _number(value: Any) -> float | None:
+    """A number, infinite where it is beyond float64; None for what is none."""
+    if isinstance(value, str) and value in _NO_FINITE:
         return math.nan
+    try:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    except OverflowError:
+        return math.inf
 
 
 def _log(path: Path, name: str, axis: str, numbers: Iterable[tuple[str, int, float]]) -> Log:
     found: dict[str, dict[int, float]] = {}
     for column, step, value in numbers:
-        if abs(value) < MOST:
-            found.setdefault(column, {})[step] = value
-    columns = {}
+        found.setdefault(column, {})[step] = value
+    columns, lost = {}, {}
     for column, values in found.items():
-        steps = sorted(values)
-        columns[column] = (np.array(steps, dtype=np.int64), np.array([values[step] for step in steps]))
-    if not columns:
+        steps = sorted(step for step, value in values.items() if abs(value) < MOST)
+        columns[column] = (np.array(steps, dtype=np.int64), np.array([values[step] for step in steps], dtype=np.float64))
+        if len(steps) < len(values):
+            lost[column] = sorted(values.keys() - set(steps))
+    if not any(steps.size for steps, _ in columns.values()):
         raise RecordError(f"{name}: holds no number over steps")
-    return Log(path, name, axis, columns)
+    return Log(path, name, axis, columns, lost)

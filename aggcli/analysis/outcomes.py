@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from aggcli.analysis.histories import Floats, History
+from aggcli.analysis.histories import LOGGED_TOKENS, Floats, History
 from aggcli.analysis.statistics import POSITIVE, SHARE, Bounds
 
 WINDOW = 0.1
@@ -77,15 +77,20 @@ OUTCOMES = {
             "tokens",
             "higher",
         ),
-        Outcome("response_length", "response length", "tokens", "response_length"),
+        Outcome("response_length", "response length in training rollouts", "tokens", "response_length"),
         Outcome(
             "correct/response_length",
-            "length of correct responses",
+            "length of correct responses in training rollouts",
             "tokens",
             "correct/response_length",
             up_to=0.9825,
         ),
-        Outcome("incorrect/response_length", "length of wrong responses", "tokens", "incorrect/response_length"),
+        Outcome(
+            "incorrect/response_length",
+            "length of wrong responses in training rollouts",
+            "tokens",
+            "incorrect/response_length",
+        ),
         Outcome(
             "response_length_on_fresh_prompts",
             "response length, fresh prompts (end)",
@@ -113,6 +118,8 @@ OUTCOMES = {
         Outcome("tokens", "tokens trained on before the last common step", "tokens", "tokens"),
     )
 }
+LOGGED_BEFORE = replace(OUTCOMES["tokens"], head=f"{LOGGED_TOKENS} before the last common step")
+"""Of runs of which another trainer counted the tokens, those of prompts among them."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +217,11 @@ def tokens_to_reach(run: History, level: float, window: float = WINDOW) -> float
         return math.nan
     at = int(above.argmax())
     return float(x[0]) if at == 0 else float(np.interp(level, smooth[at - 1 : at + 1], x[at - 1 : at + 1]))
+
+
+def steps_to_reach(run: History, level: float) -> float:
+    """The rollout step at which `tokens_to_reach` finds `level`, whether tokens are known or not; NaN when it never does."""
+    return tokens_to_reach(replace(run, tokens=run.axis("steps")), level)
 
 
 def default_reach(base: Sequence[History], window: float) -> float | None:

@@ -50,17 +50,20 @@ def _answer(comparison: Comparison, rankings: Sequence[Ranking], behind: str) ->
         modes = listed(_few([label for label in comparison.labels if label != base]), "or")
         two = "paired over two seeds" if comparison.paired else "of two runs"
         alike = f"each outcome {two} or more is the same under {modes} as under {base}"
-        return Answer((f"No difference has a spread to test by: {alike}.",))
+        return Answer((f"No difference has a spread to test by: {alike}.", *_success_untested(comparison)))
     if not shown:
         power = _power(comparison, rankings)
         said = (
             *_nothing_shown(comparison, rankings),
+            *_success_untested(comparison),
             power and f"{power[0].upper()}{power[1:]}.",
             _sureness(comparison, behind),
         )
         return Answer(tuple(filter(None, said)))
     rest = _success_not_shown(comparison, rankings, {(one.outcome, one.label) for one in shown[:_MOST]})
-    return Answer(tuple(filter(None, (*_shown(comparison, shown), rest, _sureness(comparison, behind)))))
+    return Answer(
+        tuple(filter(None, (*_shown(comparison, shown), *_success_untested(comparison), rest, _sureness(comparison, behind))))
+    )
 
 
 def _alone(comparison: Comparison, behind: str) -> str:
@@ -119,6 +122,27 @@ def _nothing_shown(comparison: Comparison, rankings: Sequence[Ranking]) -> list[
     return [first, f"{head[0].upper()}{head[1:]}: {'; '.join(sizes)}."] if sizes else [first]
 
 
+def _success_untested(comparison: Comparison) -> list[str]:
+    """`Raw reward in training rollouts, equal steps, was not tested under b: a has no number of it in its last steps.`"""
+    said = []
+    for name in ("accuracy", "raw_reward"):
+        own = comparison.outcomes.get(name, {})
+        why: dict[str, list[str]] = {}
+        for label in comparison.labels if own else ():
+            one = own.get(label)
+            if label != comparison.baseline and (one is None or not _is_tested(one.pair)):
+                bare = [arm for arm in (label, comparison.baseline) if arm not in own]
+                reason = (
+                    f"{listed(bare)} {'has' if len(bare) == 1 else 'have'} no number of it in the last steps" if bare else ""
+                )
+                few = f"too few {comparison.each}s have a number, or they have no spread"
+                why.setdefault(reason or (one.unpaired if one is not None else "") or few, []).append(label)
+        head = comparison.named(name)
+        for reason, labels in why.items():
+            said.append(f"{head[0].upper()}{head[1:]}, was not tested under {listed(_few(labels), 'or')}: {reason}.")
+    return said
+
+
 def _success_not_shown(comparison: Comparison, rankings: Sequence[Ranking], named: set[tuple[str, str]]) -> str:
     """What became of success at equal steps, where it is not among the effects that were named."""
     if not rankings:
@@ -169,8 +193,9 @@ def _power(comparison: Comparison, rankings: Sequence[Ranking]) -> str:
 
 def _sureness(comparison: Comparison, behind: str) -> str:
     """`3 seeds, so only large differences can be shown; an accuracy is of 512 fresh prompts a seed; p < 5 % ...`"""
-    counts = sorted({pair.test.difference.n for pair in _all_pairs(comparison)})
-    seeds = plural(counts[-1], "seed") if comparison.paired else _runs(comparison)
+    counts = sorted({pair.test.difference.n for pair in _all_pairs(comparison) if _is_tested(pair)})
+    seeds = plural(counts[-1], "seed") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds, by outcome and mode"
+    seeds = seeds if comparison.paired else _runs(comparison)
     few = ", so few that only large differences can be shown" if counts[-1] <= FEW_SEEDS else ""
     if not comparison.paired:
         few += "; they are not paired, since their seeds are not known to be the same"
@@ -206,8 +231,8 @@ def _all_pairs(comparison: Comparison) -> Iterable[Pair]:
 def _size(pair: Pair) -> str:
     """`+0.001 [-0.003, +0.005]`."""
     found = pair.test.difference
-    bounds = "" if found.low is None or found.high is None else f" [{signed(found.low, 2)}, {signed(found.high, 2)}]"
-    return f"{signed(found.mean, 2)}{bounds}"
+    bounds = "" if found.low is None or found.high is None else f" [{signed(found.low, 3)}, {signed(found.high, 3)}]"
+    return f"{signed(found.mean, 3)}{bounds}"
 
 
 def _few(labels: Sequence[str]) -> list[str]:

@@ -47,9 +47,11 @@ def apart(a: float, b: float, size: float) -> str:
 
 
 def number(value: float, precision: int) -> str:
-    """`value` to this many significant digits, without an exponent for large numbers: 123456.7 is 123500 at 4."""
+    """`value` to this many significant digits, without an exponent for numbers below 1e15: 123456.7 is 123500 at 4."""
     if not math.isfinite(value):
         return ""
+    if abs(value) >= 1e15:
+        return f"{value:.{precision}g}"
     digits = precision - 1 - math.floor(math.log10(abs(value))) if value else 0
     return f"{round(value, digits):.0f}" if value and digits <= 0 else f"{value:.{precision}g}"
 

@@ -164,7 +164,7 @@ def half_width(
         return None
     sign, digits = "+" if signed else "", max(1, precision - 1)
     places = max(0, digits - 1 - math.floor(math.log10(half)))
-    if places > digits + 4:
+    if places > digits + 4 or max(abs(mean), half) >= 1e15:
         return f"{mean:{sign}.{precision}g}", f"± {half:.{digits}g}"
     return f"{mean:{sign}.{places}f}", f"± {half:.{places}f}"
 

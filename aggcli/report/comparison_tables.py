@@ -150,9 +150,9 @@ def caption(
         said += ["Each interval holds for itself at 95 %, uncorrected."] if tests > 1 else []
         if any(row.smallest_difference is not None or row.no_smallest_difference for row in rows):
             said.append(
-                "Could show: the smallest difference that 80 % of such comparisons would have shown at the level that it was"
-                " tested at, and the seeds that half of it takes if the spread stays (of B a factor, and its root); no possible"
-                " difference: it lies beyond the outcome's range."
+                "Could show: the smallest difference that 80 % of such comparisons, each by the spread of its own seeds, would"
+                " have shown at the level that it was tested at, and the seeds that half of it takes if the spread stays (of B"
+                " a factor, and its root); no possible difference: it lies beyond the outcome's range."
             )
         if paired and any(row.difference is not None and row.difference_low is None for row in tested):
             said.append("A difference that is the same in all seeds has no interval, and its p is the sign-flip's.")
@@ -381,7 +381,7 @@ def _difference_bounds(row: Row, precision: int) -> str:
 
 
 def _signed(value: float, precision: int) -> str:
-    return signed(value, max(1, precision - 1))  # a difference is not known to more digits than its parts
+    return signed(value, precision)
 
 
 def p_value(value: float | None) -> str:

@@ -250,7 +250,7 @@ def _value(value: float | None, low: float | None = None, high: float | None = N
 
 
 def _difference(value: float | None, low: float | None, high: float | None, means: str = "") -> Number:
-    """Signed, and one digit shorter than the means, as in the terminal: it is not known to more digits than they are. `means`:
+    """Signed, and one digit shorter than the means, three: it is not known to more digits than they are. `means`:
     the two that it is of.
     """
     if value is None:
