@@ -51,6 +51,34 @@ def test_the_text_for_trls_bnpo_by_hand(capsys: pytest.CaptureFixture[str]) -> N
     assert "trl 1.16.0" in text
 
 
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum"])
+def test_the_piece_that_is_0_over_0_is_named_and_the_others_keep_their_weights(mode: str) -> None:
+    """One sample of one token and one fully masked: alone in a micro-batch of one of the two rows, 1/2 x 1/1."""
+    found = explained(named(mode, "verl-legacy"))
+    text = found["text"]
+    assert "| 0 | 1 | 1 | 1 | 0.5 | x 0.5 |\n| 1 | 0 and 1 masked | 2 | 0 | 0/0 | not a number |" in text
+    assert "Step loss as micro-batches (0) (1): 0.5 x 1 x 1 + 0/0 = NaN (weight x tokens x loss)." in text
+    assert "The 0/0 is of micro-batch (1), which has no trained token, and makes the sum NaN." in text
+    assert found["counterexample"]["text"].endswith("as micro-batches (0) (1) it weighs 0.5, 0/0, so the loss is NaN")
+    assert "0/0" not in explained(named("trl:bnpo", None))["text"]
+
+
+@pytest.mark.parametrize("name", ["torchforge:reinforce", "torchrl:token_mean", "cosmos-rl:token-mean", "rlinf:token-mean"])
+def test_an_average_that_nobody_checked_is_not_told_as_a_fact(name: str) -> None:
+    text = explained(named(name, None))["text"]
+    assert "and micro-batches, then ranks, are taken here to be averaged." in text
+    assert "are averaged" not in text
+    assert "micro-batches are averaged, then ranks are averaged" in explained(named("trl:bnpo", None))["text"]
+
+
+def test_a_rule_whose_default_is_unverified_is_not_called_the_default() -> None:
+    text = explained(named("rlinf:token-mean", None))["text"]
+    assert "Unverified: which of the three is the default" in text
+    assert "(the default)" not in text
+    assert "(the default)" in explained(named("verl-legacy:token-mean", None))["text"]
+    assert not [rule.name for rule in RULES.values() if rule.is_default and "is the default" in rule.unverified]
+
+
 def test_what_would_mend_it_is_what_is_wrong() -> None:
     assert "not divided by the accumulation steps a second time" in explained(named("dapo", "ms-swift"))["text"]
     assert "if micro-batches were added up" in explained(named("seq-mean-token-sum-norm", "verl-legacy"))["text"]

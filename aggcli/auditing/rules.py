@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from aggcli.auditing.reducers import ReducerRule, extract
 from aggcli.errors import SettingError
 from aggcli.layout.schedule import Schedule
-from aggcli.objective.weights import can_represent, rule_weights
+from aggcli.objective.weights import can_represent, rule_weights, weight_by_sample
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rules import Rule, find_rule, remark_on
 
@@ -46,6 +47,11 @@ class NamedRule:
 
     def weights(self, step: RolloutBatch, schedule: Schedule, cp: int) -> Tensor:
         return rule_weights(self.rule, step, [schedule])
+
+    def weights_by_piece(self, step: RolloutBatch, schedule: Schedule) -> Tensor:
+        """The weight of a token of each sample, float64 [S], where the loss is NaN: NaN only in the pieces that are 0/0."""
+        weight_S = weight_by_sample(self.rule, step, [schedule], nan_in="piece").value_S
+        return torch.where(torch.isnan(weight_S) | (step.mask_sum_S() > 0), weight_S, 0.0)
 
     def can_represent(self, schedule: Schedule) -> bool:
         return can_represent(self.rule, schedule)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aggcli.auditing.frozen import batch_of, schedule_of
-from aggcli.auditing.rules import AuditRule
+from aggcli.auditing.rules import AuditRule, NamedRule
 from aggcli.errors import AggcliError
 from aggcli.layout.schedule import Layout, schedule_step
 from aggcli.rollouts.batch import RolloutBatch
@@ -49,7 +49,8 @@ class Toy:
 
 @dataclass(frozen=True)
 class Counterexample:
-    """The smallest case found: `weights` and `reference` per sample (of its first response token), `deviation` relative."""
+    """The smallest case found: `weights` and `reference` per sample (of its first response token; where a piece is 0/0, NaN at
+    its samples alone), `deviation` relative."""
 
     toy: Toy
     reference: tuple[float, ...]
@@ -65,10 +66,12 @@ class Counterexample:
 
     def __str__(self) -> str:
         sizes = [f"{trained}" + (f"+{masked} masked" if masked else "") for trained, masked, _ in self.toy.samples]
+        empty = [trained == 0 for trained, _, _ in self.toy.samples]
+        broken = any(none and math.isnan(w) for none, w in zip(empty, self.weights, strict=True))
         return (
             f"samples of {', '.join(sizes)} tokens; in one micro-batch a token weighs"
-            f" {', '.join(_short(w) for w in self.reference)}; {self.where} it weighs"
-            f" {', '.join(_short(w) for w in self.weights)}"
+            f" {', '.join(map(_short, self.reference, empty))}; {self.where} it weighs"
+            f" {', '.join(map(_short, self.weights, empty))}{', so the loss is NaN' if broken else ''}"
         )
 
     def as_json(self) -> dict[str, object]:
@@ -85,8 +88,9 @@ class Counterexample:
         }
 
 
-def _short(value: float) -> str:
-    return "NaN" if math.isnan(value) else f"{value:.6g}"
+def _short(value: float, empty: bool) -> str:
+    """`empty`: of a sample without a trained token, so that NaN is 0/0."""
+    return ("0/0" if empty else "NaN") if math.isnan(value) else f"{value:.6g}"
 
 
 def deviation(reference_T: Tensor, weight_T: Tensor) -> float:
@@ -130,7 +134,10 @@ def _varies(rule: AuditRule, toy: Toy, tolerance: float, references: dict[Sample
     if not found > tolerance:
         return None
     first = (step.response_length_S.cumsum(0) - step.response_length_S).clamp(max=max(reference_T.numel() - 1, 0))
-    return Counterexample(toy, tuple(reference_T[first].tolist()), tuple(weight_T[first].tolist()), found)
+    weight_S = weight_T[first]
+    if isinstance(rule, NamedRule) and bool(torch.isnan(weight_S).any()):
+        weight_S = rule.weights_by_piece(step, schedule)
+    return Counterexample(toy, tuple(reference_T[first].tolist()), tuple(weight_S.tolist()), found)
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,8 +38,11 @@ def rule_weights(rule: Rule, step: RolloutBatch, schedules: Sequence[Schedule] |
     return weight_by_sample(rule, step, schedules).whole()
 
 
-def weight_by_sample(rule: Rule, step: RolloutBatch, schedules: Sequence[Schedule] | None = None) -> Spread:
-    """`rule_weights` as the one number of each sample that it is at the sample's tokens."""
+def weight_by_sample(
+    rule: Rule, step: RolloutBatch, schedules: Sequence[Schedule] | None = None, nan_in: Literal["run", "piece"] = "run"
+) -> Spread:
+    """`rule_weights` as the one number of each sample that it is at the sample's tokens. `nan_in`: of what divides 0 by 0, NaN
+    all over the run, as the loss is, or at the samples of the piece that does."""
     if rule.needs_groups:
         need_groups(step, rule)
     if rule.needs_divisor:
@@ -53,7 +57,7 @@ def weight_by_sample(rule: Rule, step: RolloutBatch, schedules: Sequence[Schedul
         count_S = counting.adjusted(denominator)
         product_S = product_S * count_S
         if denominator.empty == "nan":
-            broken_S |= _shared((count_S == 0).double(), step.run_S) > 0
+            broken_S |= count_S == 0 if nan_in == "piece" else _shared((count_S == 0).double(), step.run_S) > 0
     weight_S = torch.where(product_S > 0, counting.put_together() / product_S, 0.0)
     weight_S = torch.where(broken_S, math.nan, weight_S)
     return Spread(weight_S, step.response_length_S, None if rule.numerator == "unmasked" else counting.mask_T)

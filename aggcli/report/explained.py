@@ -25,7 +25,8 @@ def issue_text(rule: Rule, example: Mapping[str, Any], invariant: Sequence[Rule]
     whole, cut = example["reference_weights"], example["weights"]
     losses = _losses([one["trained_tokens"] for one in samples], whole, cut)
     rows = [
-        f"| {at} | {one['trained_tokens']}{_masked(one)} | {_number(loss)} | {_number(w)} | {_number(c)} | {_ratio(w, c)} |"
+        f"| {at} | {one['trained_tokens']}{_masked(one)} | {_number(loss)} | {_weight(w, one)}"
+        f" | {_weight(c, one)} | {_ratio(w, c)} |"
         for at, (one, loss, w, c) in enumerate(zip(samples, losses, whole, cut, strict=True))
     ]
     where = example["where"]
@@ -42,7 +43,8 @@ def issue_text(rule: Rule, example: Mapping[str, Any], invariant: Sequence[Rule]
                 *rows,
             ]
         ),
-        f"Step loss in one piece: {_sum(samples, losses, whole)}.\nStep loss {where}: {_sum(samples, losses, cut)}.",
+        f"Step loss in one piece: {_sum(samples, losses, whole)}.\nStep loss {where}: {_sum(samples, losses, cut)}."
+        f"{_undefined(example)}",
         "The gradient is the same sum over the gradients of the token losses, so it changes by the same weights. Model, data"
         " and optimizer step are the same in both.",
         f"Expected: the same loss and gradient however the step is cut. {_way_out(rule, invariant)}",
@@ -64,9 +66,18 @@ def _losses(trained: Sequence[int], whole: Sequence[float], cut: Sequence[float]
 def _sum(samples: Sequence[Mapping[str, Any]], losses: Sequence[float], weights: Sequence[float]) -> str:
     """`0.5 x 1 x 1 + 0.25 x 2 x 2 = 1.5`: weight x trained tokens x loss of each."""
     trained = [one["trained_tokens"] for one in samples]
-    terms = [f"{_number(w)} x {n} x {_number(loss)}" for w, n, loss in zip(weights, trained, losses, strict=True) if n]
-    total = sum(w * n * loss for w, n, loss in zip(weights, trained, losses, strict=True) if n)
+    kept = [part for part in zip(weights, trained, losses, strict=True) if part[1] or math.isnan(part[0])]
+    terms = [f"{_number(w)} x {n} x {_number(loss)}" if n else "0/0" for w, n, loss in kept]
+    total = sum(w * n * loss for w, n, loss in kept)
     return f"{' + '.join(terms)} = {_number(total)} (weight x tokens x loss)"
+
+
+def _undefined(example: Mapping[str, Any]) -> str:
+    """Which micro-batches of the cut are 0/0; blank where none is."""
+    empty = {at for at, (one, w) in enumerate(zip(example["samples"], example["weights"], strict=True)) if _is_empty(w, one)}
+    found = [f"({','.join(map(str, held))})" for rank in example["split"] for held in rank if empty.intersection(held)]
+    which = f"micro-batch {found[0]}, which has" if len(found) == 1 else f"micro-batches {' '.join(found)}, which have"
+    return f"\nThe 0/0 is of {which} no trained token, and makes the sum NaN." if found else ""
 
 
 def _way_out(rule: Rule, invariant: Sequence[Rule]) -> str:
@@ -81,6 +92,15 @@ def _way_out(rule: Rule, invariant: Sequence[Rule]) -> str:
             "It would be, if micro-batches were added up, and what is averaged over were counted over the whole optimizer step."
         )
     return "It would be, if every count that the loss divides by were taken over the whole optimizer step, on all ranks."
+
+
+def _weight(value: float, sample: Mapping[str, Any]) -> str:
+    return "0/0" if _is_empty(value, sample) else _number(value)
+
+
+def _is_empty(value: float, sample: Mapping[str, Any]) -> bool:
+    """Whether a weight that is no number is 0/0, since the sample has no trained token."""
+    return math.isnan(value) and not sample["trained_tokens"]
 
 
 def _masked(sample: Mapping[str, Any]) -> str:

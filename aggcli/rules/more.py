@@ -13,7 +13,8 @@ _Row = tuple[str, str, tuple[By, ...], str, tuple[str, ...]]
 
 
 def _local(framework: str, flag: str, version: str, default: str, rows: tuple[_Row, ...], unverified: str = "") -> list[Rule]:
-    """Rules whose loss is a mean of each micro-batch; micro-batches and ranks are averaged."""
+    """Rules whose loss is a mean of each micro-batch; micro-batches and ranks are averaged, which is what is `unverified` where
+    anything is."""
     return [
         Rule(
             f"{framework}:{name}",
@@ -24,6 +25,7 @@ def _local(framework: str, flag: str, version: str, default: str, rows: tuple[_R
             counts,
             micro_batches="mean",
             ranks="mean",
+            put_together_is="assumed" if unverified else "known",
             layouts="equal micro-batches",
             context_parallel="unverified",
             mode=mode,
@@ -63,7 +65,7 @@ _RLINF = _local(
     "rlinf",
     "algorithm.loss_agg_func",
     "main in 2026",
-    "token-mean",
+    "",
     (
         (
             "token-mean",

@@ -102,6 +102,8 @@ class Rule:
     divides_by: tuple[Denominator, ...]
     micro_batches: Literal["sum", "mean", "share of samples", "share of tokens", "mean of the step"] = "sum"
     ranks: Literal["sum", "mean"] = "sum"
+    put_together_is: Literal["known", "assumed"] = "known"
+    """Whether anybody has checked the two lines above in the framework; `unverified` says what was not."""
     divides_by_accumulation_again: bool = False
     numerator: Literal["masked", "unmasked"] = "masked"
     drops_smaller_micro_batches: bool = False
@@ -240,6 +242,8 @@ class Rule:
         return self.why_it_varies() or "it is exact for equal micro-batches and ranks only"
 
     def _put_together(self, scope: str) -> str:
+        if self.put_together_is == "assumed" and self.micro_batches == "mean" and scope == "micro-batch":
+            return ", and micro-batches" + (", then ranks," if self.ranks == "mean" else "") + " are taken here to be averaged"
         how = {
             "mean": ", and micro-batches are averaged",
             "share of samples": ", and micro-batches are averaged by their share of the rank's samples",
