@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from aggcli.config import RunConfig, settings_from
 from aggcli.errors import SettingError
 from aggcli.jobs.listening import Listener, heard_by
-from aggcli.rules import find_rule, settled
+from aggcli.rules import check_divisor, find_rule, settled
 
 if TYPE_CHECKING:
     from aggcli.analysis.frames import Frames
@@ -113,9 +113,17 @@ def advantage_factors(
     """
     from aggcli.objective import factors
 
+    check_divisor(divisor, "divisor")
+    check_divisor(under_divisor, "under_divisor")
     wanted = settled(find_rule(mode), prompt_mean_scale=prompt_mean_scale, divisor=divisor)
     given = find_rule(under).with_divisor(under_divisor)
+    factors.need_correctable(given)
+    for rule, argument in ((wanted, "divisor"), (given, "under_divisor")):
+        if rule.needs_divisor:
+            constant = "a constant" if rule.is_mode else rule.divisor_is or "a constant"
+            raise SettingError(f"{rule.name} divides by {constant}: give {argument}=L, a positive number of tokens")
     step = factors.as_step(trained, groups, rollouts, advantages)
+    factors.need_groups_of(step, wanted, given)
     found_S = factors.advantage_factors(step, wanted, given)
     for group in factors.empty_groups(step)[:1]:
         _LOG.info(f"prompt group {step.labels.groups[group]!r} has no trained token, and counts all the same")

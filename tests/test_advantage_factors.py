@@ -122,17 +122,29 @@ def test_a_rule_that_a_layout_changes_is_refused_by_name(under: str) -> None:
 @pytest.mark.parametrize(
     ("trained", "options", "message"),
     [
-        ([3, 1], {"mode": "prompt_mean"}, "sample 0: group_index is missing and prompt_mean needs one"),
-        ([3, 1], {"mode": "sample_mean", "groups": [0]}, "group_index of 1 samples, where 2 are trained"),
+        (
+            [3, 1],
+            {"mode": "prompt_mean"},
+            r"sample 0: its prompt group is missing, and prompt_mean counts prompts: give groups=",
+        ),
+        ([3, 1], {"mode": "sample_mean", "groups": [0]}, "groups of 1 samples, where 2 are trained"),
         ([3, -1], {"mode": "sample_mean"}, "sample 1: response_length is -1"),
-        ([3, 1], {"mode": "constant"}, "constant divides by .*give it"),
+        ([3, 1], {"mode": "constant"}, "constant divides by .*: give divisor=L, a positive"),
+        ([3, 1], {"mode": "constant", "divisor": -1}, "^divisor -1: must be a positive"),
+        ([3, 1], {"mode": "sample_mean", "under": "trl:dr_grpo"}, "divides by max_completion_length: give under_divisor=L, a"),
+        ([3, 1], {"mode": "sample_mean", "under": "trl:dr_grpo", "under_divisor": 0}, "^under_divisor 0: must be a positive"),
+        ([3, 1], {"mode": "prompt_mean", "prompt_mean_scale": "foo"}, "'foo': must be 'rollouts' or 'prompts'"),
+        (5, {"mode": "sample_mean"}, "^trained: must be a list, an array or a tensor with an entry for each sample, not 5$"),
+        (np.array(5), {"mode": "sample_mean"}, "^trained: must be a list"),
+        ([3, 1], {"mode": "prompt_mean", "groups": 0}, "^groups: must be a list"),
         ([3, 1], {"mode": "sampel_mean"}, "unknown loss aggregation 'sampel_mean'; did you mean 'sample_mean'"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(trained: list[int], options: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_refused_in_one_line(trained: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((SettingError, RolloutError), match=message) as refused:
-        aggcli.advantage_factors(trained, under="trl:dapo", **options)
+        aggcli.advantage_factors(trained, **{"under": "trl:dapo", **options})
     assert "\n" not in str(refused.value)
+    assert "--" not in str(refused.value), "arguments, and not flags, are given here"
 
 
 def test_a_group_without_a_trained_token_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

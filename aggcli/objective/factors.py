@@ -7,7 +7,7 @@ multiplied by `w_t / g_t`. Both weights are one number at all tokens of a sample
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aggcli.errors import RolloutError, SettingError
 from aggcli.objective.weights import masked_weights
-from aggcli.rollouts.batch import RolloutBatch
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
 from aggcli.rules import Rule
 from aggcli.rules.reference import varies
@@ -54,6 +54,16 @@ def need_correctable(rule: Rule) -> None:
         )
 
 
+def need_groups_of(step: RolloutBatch, *rules: Rule) -> None:
+    """Raise `RolloutError` for a sample without a prompt group under a rule that counts prompts."""
+    missing = (step.group_S == NO_GROUP).nonzero().flatten().tolist()
+    for rule in (rule for rule in rules if rule.needs_groups and missing):
+        raise RolloutError(
+            f"{step.sample_name(missing[0])}: its prompt group is missing, and {rule.name} counts prompts: give groups=[...],"
+            " an id for each sample"
+        )
+
+
 def empty_groups(step: RolloutBatch) -> list[int]:
     """The prompt groups (dense ids) of which no token is trained."""
     groups = step.group_S[step.group_S >= 0].unique()
@@ -64,11 +74,12 @@ def empty_groups(step: RolloutBatch) -> list[int]:
 def as_step(trained: Any, groups: Any, rollouts: Any, advantages: Any) -> RolloutBatch:
     """The optimizer step of these samples as far as weights need it; the arguments are those of `aggcli.advantage_factors`.
 
-    Raises `RolloutError` for shapes that do not fit and ids that cannot be.
+    Raises `SettingError` for what is no list, `RolloutError` for shapes that do not fit and ids that cannot be.
     """
-    rows = _listed(trained)
-    given = {"group_index": groups, "rollout_id": rollouts, "advantage": advantages}
-    columns = {name: _listed(column) for name, column in given.items() if column is not None}
+    rows = _listed(trained, "trained")
+    given = {"groups": groups, "rollouts": rollouts, "advantages": advantages}
+    called = {"groups": "group_index", "rollouts": "rollout_id", "advantages": "advantage"}
+    columns = {name: _listed(column, name) for name, column in given.items() if column is not None}
     for name, column in columns.items():
         if len(column) != len(rows):
             raise RolloutError(f"the optimizer step: {name} of {len(column)} samples, where {len(rows)} are trained")
@@ -77,7 +88,12 @@ def as_step(trained: Any, groups: Any, rollouts: Any, advantages: Any) -> Rollou
         mask = {"loss_mask": [int(token) for token in row]} if isinstance(row, Sequence) else {}
         length = len(row) if isinstance(row, Sequence) else row
         builder.add(
-            {"response_length": length, "total_length": length, **mask, **{name: one[at] for name, one in columns.items()}}
+            {
+                "response_length": length,
+                "total_length": length,
+                **mask,
+                **{called[name]: one[at] for name, one in columns.items()},
+            }
         )
     return builder.build()
 
@@ -89,7 +105,9 @@ def as_given(factor_S: Tensor, trained: Any) -> Any:
     return factor_S.numpy() if isinstance(trained, np.ndarray) else factor_S.tolist()
 
 
-def _listed(values: Any) -> list[Any]:
-    """Plain lists of numbers, however deep, of what may be tensors or arrays."""
+def _listed(values: Any, name: str) -> list[Any]:
+    """Plain lists of numbers, however deep, of what may be tensors or arrays. Raises `SettingError` for what is no list."""
     plain = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
+    if isinstance(plain, str) or not isinstance(plain, Iterable):
+        raise SettingError(f"{name}: must be a list, an array or a tensor with an entry for each sample, not {plain!r}")
     return [one.tolist() if isinstance(one, Tensor | np.ndarray | np.generic) else one for one in plain]

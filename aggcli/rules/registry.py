@@ -100,6 +100,8 @@ def settled(
 
     What a rule has of its own (a scope in its name, a framework's own constant) stays. Raises `SettingError`.
     """
+    if prompt_mean_scale not in ("rollouts", "prompts"):
+        raise SettingError(f"prompt_mean_scale {prompt_mean_scale!r}: must be 'rollouts' or 'prompts'")
     if prompt_mean_scale == "prompts" and "prompt_mean_scale" in rule.settings:
         outer: dict[Counted, Counted] = {"rollouts": "prompts"}
         counts = tuple(dataclasses.replace(d, counted=outer.get(d.counted, d.counted)) for d in rule.divides_by)
