@@ -363,6 +363,17 @@ def test_what_moves_a_rule_most_is_said_to_be_of_its_step(tmp_path: Path, capsys
     assert "most under dp1:contiguous:mb2, step 1: a weight changes by 100 %" in words
 
 
+def test_the_table_says_whose_step_loss_is_not_what_the_framework_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    """TRL's code has a per-token loss of its own for these three loss types, and the clipped surrogate for the others."""
+    words = " ".join(aggcli(capsys, "audit", "--framework", "trl", "--no-search").out.split())
+    assert (
+        "step loss, gradient norm and cosine of trl:cispo, trl:vespo, trl:sapo: of the clipped surrogate under their weights,"
+        " not of the loss that the framework logs" in words
+    )
+    words = " ".join(aggcli(capsys, "audit", "--rules", "trl:grpo,trl:luspo", "--no-search").out.split())
+    assert "clipped surrogate" not in words
+
+
 # -- what was evaluated ------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from aggcli.auditing import rule_loss, rule_named
 from aggcli.errors import RolloutError, SettingError
@@ -206,6 +207,19 @@ def test_a_rollout_of_several_samples_weighs_as_each_rule_says_on_fx_b(name: str
         sample["rollout_id"], sample["reward"] = rollout, None
     for split in (WHOLE, CUT):
         assert rule_loss(name, samples, split) == pytest.approx(expected, abs=1e-12)
+
+
+def test_trls_luspo_sums_each_row_at_token_level_too() -> None:
+    """TRL's own line, `(per_token_loss * mask).sum(-1).mean()`, on a loss a token, and on one a row, which it broadcasts."""
+    length_B, mask_BT = torch.tensor([1, 3, 4, 8]), torch.arange(8) < torch.tensor([[1], [3], [4], [8]])
+    row_B = torch.tensor([-0.55, 0.5, -0.55, 0.5], dtype=torch.float64)
+    for loss in (row_B[:, None], row_B[:, None].expand(4, 8)):
+        expected = float((loss * mask_BT).sum(-1).mean())
+        assert expected == pytest.approx(float((row_B * length_B).mean()), abs=1e-12)
+        assert rule_loss("trl:luspo", fx_b(), WHOLE) == pytest.approx(expected, abs=1e-12)
+    (told,) = (trap for trap in RULES["trl:luspo"].traps if "importance_sampling_level" in trap)
+    assert "needs" not in told
+    assert "at token level, the default, TRL warns, and sums" in told
 
 
 def test_easyr1_weighs_the_row_means_of_a_micro_batch_by_its_tokens() -> None:

@@ -195,6 +195,10 @@ def _table(steps: Sequence[Step], rules: Sequence[str], head: Mapping[str, Any])
         caption += " (where it varies: that its framework can represent)"
     if any(_verdict(_of(steps, rule)) == _AS_RECORDED for rule in rules):
         caption += "; as recorded: varies only between the recorded layout, which the framework cannot represent, and others"
+    own = [rule for rule in rules if (found := recorded_rule(rule)) is not None and found.own_loss]
+    if own and any(report["pg_loss"] is not None for rule in own for report in _of(steps, rule)):
+        whose = f"step loss, gradient norm and cosine of {', '.join(own)}"
+        caption += f"; {whose}: of the clipped surrogate under their weights, not of the loss that the framework logs"
     table = BlockTable(["rule", *numbers, ""], numbers, padding=(0, 1, 0, 0), caption=caption, fold_names=True)
     for rule in rules:
         found = _of(steps, rule)

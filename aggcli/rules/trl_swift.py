@@ -49,10 +49,14 @@ _TRL_MODES: tuple[_Row, ...] = (
     (
         "luspo",
         "code",
-        "1/GA sum_mb mean_rows( l_seq * n_i )",
+        "1/GA sum_mb mean_rows( sum l_t )",
         (_ROWS_OF_MB,),
         "constant",
-        ("needs importance_sampling_level=sequence: one loss per row, times its length", "constant with L = 1"),
+        (
+            "at importance_sampling_level=sequence, the paper's, a row has one loss, times its length; at token level, the"
+            " default, TRL warns, and sums the losses of the row's tokens",
+            "constant with L = 1",
+        ),
     ),
     (
         "cispo",
