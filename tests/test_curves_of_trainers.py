@@ -310,6 +310,16 @@ def test_a_diverged_arm_is_named_and_the_headline_says_what_was_not_tested(tmp_p
     assert said in found.notes
 
 
+def test_a_column_that_ends_early_is_named_and_one_that_is_logged_seldom_is_not(tmp_path: Path) -> None:
+    """The reward is blank from step 16 on; the entropy stands at every fifth step, last at step 15 of 19."""
+    cells = [f"{at},{0.5 if at < 16 else ''},{100 + at},{1.0 if at % 5 == 0 else ''}" for at in range(20)]
+    (tmp_path / "x.csv").write_text("\n".join(["step,reward,response_length,entropy", *cells]))
+    notes = read_arms([f"a={tmp_path}/x.csv"]).notes
+    assert [note for note in notes if "x.csv" in note] == [
+        f"raw reward of {tmp_path}/x.csv has no number behind step 15, of 19"
+    ]
+
+
 def test_the_seeds_that_are_said_are_those_that_were_compared(tmp_path: Path) -> None:
     """Seed 2 of a has no reward in two of its steps and from 17 on: two seeds in reward, three in length."""
     gone = {5, 9, *range(17, 20)}
@@ -317,6 +327,7 @@ def test_the_seeds_that_are_said_are_those_that_were_compared(tmp_path: Path) ->
     found = compare_curves([lost, jsonl(tmp_path, "b", lambda s, at: {**good(s, at), "reward": 0.5})], (), NO_FIT)
     assert {row.outcome: row.pairs for row in found.rows if row.mode == "b"} == {"raw_reward": 2, "response_length": 3}
     assert any(line.startswith("2 to 3 seeds, by outcome and mode,") for line in found.answer.sentences)
+    assert "80 % of such comparisons, each by the spread of its own seeds, would have shown" in found.caption
     assert any("a-seed2.jsonl is NaN, infinite or beyond 1e+150 at 5 steps (5, 9, 17 and 2 more)" in it for it in found.notes)
 
 

@@ -275,14 +275,18 @@ def _what_was_read(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
 
 
 def _lost(one: _Read) -> list[str]:
-    """Which of a log's numbers are none to reckon with, and from which step on."""
+    """Which of a log's numbers are none to reckon with, and from which step on; and which end before the others do, by more
+    than they ever pause: a NaN is a blank cell in some exports."""
     said = []
     for key, column in (one.used or {}).items():
-        lost = one.log.lost.get(column, ()) if one.log is not None else ()
-        if one.log is None or not lost:
+        if one.log is None:
             continue
-        known = one.log.columns[column][0]
+        known, lost = one.log.columns[column][0], one.log.lost.get(column, ())
         last = known[-1] if known.size else -1
+        if not lost:
+            if known.size > 1 and one.run.steps[-1] - last > np.diff(known).max():
+                said.append(f"{KNOWN[key].word} of {one.run.source} has no number behind step {last}, of {one.run.steps[-1]}")
+            continue
         at = f"from step {lost[0]} on" if lost[0] > last else f"at {plural(len(lost), 'step')} ({some(lost, 3)})"
         said.append(f"{KNOWN[key].word} of {one.run.source} is NaN, infinite or beyond {MOST:g} {at}, and left out there")
     return said
