@@ -15,6 +15,7 @@ import torch
 from aggcli.auditing import (
     DEFAULT_LAYOUTS,
     Audit,
+    Counterexample,
     FrozenBatch,
     audit,
     built_in_batch,
@@ -24,6 +25,7 @@ from aggcli.auditing import (
     scheduled_layouts,
     smallest_counterexample,
 )
+from aggcli.auditing.search import Toy
 from aggcli.config import settings_from
 from aggcli.layout.steps import optimizer_steps
 from aggcli.rollouts.batch import RolloutBatch
@@ -372,6 +374,13 @@ def test_the_table_says_whose_step_loss_is_not_what_the_framework_logs(capsys: p
     )
     words = " ".join(aggcli(capsys, "audit", "--rules", "trl:grpo,trl:luspo", "--no-search").out.split())
     assert "clipped surrogate" not in words
+
+
+def test_nan_that_is_not_known_to_be_of_an_empty_piece_is_not_called_0_over_0() -> None:
+    """A reducer's weights are NaN all over the step: nothing says where."""
+    toy = Toy(((1, 0, 0), (0, 1, 0)), (((0,), (1,)),))
+    assert str(Counterexample(toy, (1.0, 0.0), (math.nan, math.nan), math.inf)).endswith("it weighs NaN, NaN")
+    assert str(Counterexample(toy, (1.0, 0.0), (0.5, math.nan), math.inf)).endswith("0.5, 0/0, so the loss is NaN")
 
 
 # -- what was evaluated ------------------------------------------------------------------------------------------------

@@ -66,7 +66,8 @@ class Counterexample:
 
     def __str__(self) -> str:
         sizes = [f"{trained}" + (f"+{masked} masked" if masked else "") for trained, masked, _ in self.toy.samples]
-        empty = [trained == 0 for trained, _, _ in self.toy.samples]
+        spread = any(trained and math.isnan(w) for (trained, *_), w in zip(self.toy.samples, self.weights, strict=True))
+        empty = [trained == 0 and not spread for trained, _, _ in self.toy.samples]
         broken = any(none and math.isnan(w) for none, w in zip(empty, self.weights, strict=True))
         return (
             f"samples of {', '.join(sizes)} tokens; in one micro-batch a token weighs"
@@ -89,7 +90,7 @@ class Counterexample:
 
 
 def _short(value: float, empty: bool) -> str:
-    """`empty`: of a sample without a trained token, so that NaN is 0/0."""
+    """`empty`: of a sample without a trained token, where NaN is at such samples alone, and so is 0/0."""
     return ("0/0" if empty else "NaN") if math.isnan(value) else f"{value:.6g}"
 
 
