@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,7 +23,7 @@ from aggcli.report.findings import find
 from aggcli.report.page import page as page_of
 from aggcli.report.sizes import SIZES
 from aggcli.report.verdicts import question
-from tests.cli import compared_directories
+from tests.cli import aggcli, compared_directories
 from tests.test_plot import write_comparison, write_lines, write_run
 
 VOID = {"meta", "link", "br", "hr", "img", "wbr"}
@@ -371,3 +372,17 @@ def test_it_is_written_beside_the_figures_and_named_in_the_output(tmp_path: Path
     assert capsys.readouterr().out.splitlines()[-1] == str(comparison / "figures" / "report.html")
     plot([comparison], html=True, json_=True)
     assert json.loads(capsys.readouterr().out)["report"] == str(comparison / "figures" / "report.html")
+
+
+def test_a_comparison_whose_last_runs_have_not_begun_is_compared_and_drawn_and_says_so(tmp_path: Path, capsys) -> None:
+    """What a comparison that was stopped leaves: names in its manifest whose folders are not there yet."""
+    directory = write_trained(tmp_path / "c")
+    shutil.rmtree(directory / "token_mean" / "seed-2")
+    told = aggcli(capsys, "compare", directory)
+    assert told.code == 0, told.err
+    assert f"{directory / 'token_mean' / 'seed-2'}" in " ".join((told.out + told.err).split())
+    assert "no steps are recorded, left out" in " ".join((told.out + told.err).split())
+    assert aggcli(capsys, "runs", "show", directory).code == 0
+    drawn = aggcli(capsys, "plot", directory, "--html", "--output", tmp_path / "figures")
+    assert drawn.code == 0, drawn.err
+    assert "no steps are recorded; left out" in (tmp_path / "figures" / "report.html").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from aggcli.analysis.histories import History, when_diverged, with_labels
-from aggcli.analysis.reading import read_manifest
+from aggcli.analysis.reading import run_manifest
 from aggcli.errors import some
 from aggcli.measurement.words import listed, plural
 
@@ -34,7 +34,7 @@ class Diverged:
 def diverged_of(runs: Sequence[History], silent: Sequence[Path] = ()) -> list[Diverged]:
     """Those of the compared runs that diverged, and of `silent`, run directories without a recorded step."""
     found = [Diverged(run.label, run.mode, run.seed, *run.diverged) for run in runs if run.diverged]
-    for manifest in map(read_manifest, silent):
+    for manifest in map(run_manifest, silent):
         if when := when_diverged(manifest):
             mode = manifest.get("mode", "custom")
             found.append(Diverged(mode, mode, manifest.get("seed", 0), *when, recorded=False))

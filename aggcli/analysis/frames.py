@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from aggcli.analysis.reading import Lines, read_lines, read_manifest, repeated_in_words, run_directories
+from aggcli.analysis.reading import Lines, read_lines, repeated_in_words, run_directories, run_manifest
 from aggcli.analysis.settings import arm_labels
 from aggcli.analysis.units import length_unit_of, one_length_unit
 from aggcli.errors import RecordError
@@ -152,7 +152,7 @@ def _runs(directories: Sequence[Path]) -> list[Run]:
     """Each run once; the label is still empty."""
     found = []
     for directory in run_directories(directories):
-        manifest = read_manifest(directory)
+        manifest = run_manifest(directory)
         unit = length_unit_of(manifest)
         found.append(
             Run("", manifest.get("mode", "custom"), directory, settings=manifest.get("settings", {}), length_unit=unit)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggcli.analysis.reading import Lines, read_lines, read_manifest, repeated_in_words, run_directories
+from aggcli.analysis.reading import Lines, read_lines, repeated_in_words, run_directories, run_manifest
 from aggcli.analysis.units import length_unit_of
 from aggcli.errors import RecordError, some
 from aggcli.records import METRICS, TIMINGS
@@ -100,7 +100,7 @@ def without_steps(directories: Sequence[Path], read: Iterable[History]) -> list[
 
 def read_history(directory: Path) -> History | None:
     """One run directory; None when no step is recorded. Raises `RecordError`."""
-    manifest = read_manifest(directory)
+    manifest = run_manifest(directory)
     lines = read_lines(directory / METRICS, ("rollout_step", *_COUNTS, *_MEANS))
     if not lines.rows:
         return None

@@ -62,6 +62,11 @@ def run_directories(directories: Sequence[Path]) -> list[Path]:
     return list(found.values())
 
 
+def run_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a run that a comparison names; empty where it has not begun, so that it has no folder yet."""
+    return read_manifest(directory) if directory.exists() else {}
+
+
 def read_lines(path: Path, fields: Sequence[str] | None = None) -> Lines:
     """The lines of metrics.jsonl, layouts.jsonl or timings.jsonl; none where there is no such file. A half-written last line (a
     killed writer) is left out.

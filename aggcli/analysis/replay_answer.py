@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aggcli.analysis.answer import Answer
-from aggcli.analysis.reading import read_lines, read_manifest, run_directories
+from aggcli.analysis.reading import read_lines, run_directories, run_manifest
 from aggcli.analysis.tolerance import tolerance_of
 from aggcli.analysis.units import LENGTH_UNITS
 from aggcli.errors import some
@@ -43,7 +43,7 @@ def recorded_replay(directories: Sequence[Path]) -> tuple[dict[str, Any], list[d
     head: dict[str, Any] = {}
     steps: dict[int, dict[str, Any]] = {}
     for directory in run_directories(directories):
-        manifest = read_manifest(directory)
+        manifest = run_manifest(directory)
         head = head or dict(manifest)
         mode = str(manifest.get("mode", CUSTOM.name))
         for line in read_lines(directory / METRICS).rows:

@@ -143,10 +143,14 @@ def settings_in_words(result: TrainingResult) -> list[str]:
     high = objective.eps_clip if objective.eps_clip_high is None else objective.eps_clip_high
     seeds = list(dict.fromkeys(run.seed for run in result.runs))
     names = ", ".join(dict.fromkeys(run.mode for run in result.runs))
+    recorded = bool(config.source.rollouts)
+    of = (
+        "recorded rollouts" if recorded else f"{training.rollout_batch_size} prompts x {training.n_samples_per_prompt} rollouts"
+    )
     said = [
         f"{plural(len(result.runs), 'run')}: {names}; {'seed' if len(seeds) == 1 else 'seeds'} {some(seeds)}",
-        f"{plural(training.steps, 'step')} of {training.rollout_batch_size} prompts x {training.n_samples_per_prompt} rollouts,"
-        f" learning rate {training.lr:g}, clip {objective.eps_clip:g} below and {high:g} above",
+        f"{plural(training.steps, 'step')} of {of}, learning rate {training.lr:g}, clip {objective.eps_clip:g} below and"
+        f" {high:g} above",
     ]
     metrics = read_frames([result.directory], only_metrics=True).metrics if training.dynamic_sampling else None
     if metrics is not None and "groups_kept" in metrics:
@@ -169,15 +173,16 @@ def settings_in_words(result: TrainingResult) -> list[str]:
 def closing_notes(result: TrainingResult) -> list[str]:
     """What is to be known once training has ended: steps without a signal, collapsed runs, how far layouts were apart."""
     shares, notes = result.shares, []
+    since = "since it was resumed: " if result.request.resume else ""
     if silent_steps := sum(share.silent_steps for share in shares):
         one = "step of a run had only groups of equal rewards: it carries no signal and changes nothing"
         several = "steps of runs had only groups of equal rewards: they carry no signal and change nothing"
-        notes.append(plural(silent_steps, one, several))
+        notes.append(since + plural(silent_steps, one, several))
     if told_apart := sum(share.told_apart for share in shares):
         one = "step of a run was trained on a group without a right answer whose advantages are not 0"
         several = "steps of runs were trained on groups without a right answer whose advantages are not 0"
-        notes.append(f"warning: {plural(told_apart, one, several)}: a penalty tells wrong answers apart")
-    return [*notes, f"recorded in {result.directory}", *_between_layouts(shares)]
+        notes.append(f"warning: {since}{plural(told_apart, one, several)}: a penalty tells wrong answers apart")
+    return [*notes, f"recorded in {result.directory}", *(since + note for note in _between_layouts(shares))]
 
 
 def _between_layouts(shares: Sequence[Trained]) -> list[str]:

@@ -73,9 +73,13 @@ def _place(name: str) -> tuple[str, bool]:
 @contextlib.contextmanager
 def _in_one_line(name: str) -> Iterator[None]:
     """What transformers says of a model that it cannot load, in one line and without its warnings."""
-    logger, bars = logging.getLogger("transformers"), import_module("transformers.utils.logging")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers, bars = (
+        [logging.getLogger(it) for it in ("transformers", "huggingface_hub")],
+        import_module("transformers.utils.logging"),
+    )
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     bars.disable_progress_bar()
     try:
         yield
@@ -83,7 +87,8 @@ def _in_one_line(name: str) -> Iterator[None]:
         said = " ".join(str(error).split()).replace(name, "it")
         raise SettingError(f"--model {name}: transformers cannot load it: {said[:300]}") from None
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
         bars.enable_progress_bar()
 
 
