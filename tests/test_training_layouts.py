@@ -62,6 +62,12 @@ def test_the_first_step_the_last_and_each_before_a_checkpoint_are_checked_and_th
     )
 
 
+def test_one_layout_is_not_said_to_be_several(capsys, tmp_path: Path) -> None:
+    told = aggcli(capsys, "run", *flags(steps=1), "--layouts=dp1", "--output", tmp_path / "out")
+    assert "note: one layout, dp1: nothing was compared" in told.err
+    assert "several layouts" not in told.err
+
+
 def test_without_layout_records_nothing_is_said_of_layouts(capsys, tmp_path: Path) -> None:
     told = aggcli(capsys, "run", *flags(steps=1), "--no-layout-records", "--output", tmp_path / "out")
     assert told.code == 0

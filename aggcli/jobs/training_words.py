@@ -195,7 +195,10 @@ def _between_layouts(shares: Sequence[Trained]) -> list[str]:
     if not by_step:
         return []
     steps = plural(len(by_step), "optimizer step was evaluated", "optimizer steps were evaluated")
-    said = between_layouts([together(by_step[number]) for number in sorted(by_step)])
+    compared = [together(by_step[number]) for number in sorted(by_step)]
+    said = between_layouts(compared)
+    if all(len(one.layouts) < 2 for one in compared):
+        return said
     return ["; ".join([f"{steps} under several layouts ({some(sorted(by_step))})", *said])]
 
 
