@@ -135,7 +135,8 @@ def results_under(directory: Path, note: Callable[[str], None]) -> Iterator[Resu
 def read_results(directory: Path) -> Results:
     """A results directory and those of its runs that have begun. Raises `RecordError` for one that cannot be read."""
     manifest = read_manifest(directory)
-    names = [name for name in manifest.get("runs", ["."]) if (directory / name).exists()]
+    named = manifest.get("runs", ["."])
+    names = [name for name in named if (directory / name).exists()] or named
     places = [directory / name for name in names]
     found = [
         Run(name, manifest if name == "." else read_manifest(place), _last_line(place / METRICS))
