@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,12 +40,17 @@ class Arms:
 
 @dataclass(frozen=True)
 class _Read:
-    """A run of an arm, and for a trainer's log which column each key was read from."""
+    """A run of an arm; of a trainer's log that too, and which column each key was read from."""
 
     run: History
     seed: int | None
     log: Log | None = None
-    used: Mapping[str, str] | None = None
+    used: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether its log tells of tokens."""
+        return "tokens" in self.used or "step_tokens" in self.used
 
 
 def read_arms(curves: Sequence[str], metrics: Sequence[str] = ()) -> Arms:
@@ -239,20 +244,20 @@ def _pairing(arms: Mapping[str, Sequence[_Read]], paired: bool) -> list[str]:
 
 def _what_was_read(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
     """Which column each number is, and which were not found."""
-    logs = [(name, one) for name, own in arms.items() for one in own if one.log is not None and one.used is not None]
+    logs = [(name, one) for name, own in arms.items() for one in own if one.log is not None]
     if not logs:
         return []
     read, missing, partly = [], [], []
     for key, known in KNOWN.items():
         of_column: dict[str, dict[str, None]] = {}
         for name, one in logs:
-            if one.used is not None and key in one.used:
+            if key in one.used:
                 of_column.setdefault(one.used[key], {})[name] = None
         if len(of_column) == 1:
             read.append(f"{known.word} is {next(iter(of_column))}")
         elif of_column:
             read.append(f"{known.word} is {listed([f'{column} in {listed(list(own))}' for column, own in of_column.items()])}")
-        lacking = [(name, one.run.source) for name, one in logs if one.used is not None and key not in one.used]
+        lacking = [(name, one.run.source) for name, one in logs if key not in one.used]
         if of_column and lacking and known.measure != "tokens":
             having = {name for of in of_column.values() for name in of}
             if bare := list(dict.fromkeys(name for name, _ in lacking if name not in having)):
@@ -263,11 +268,11 @@ def _what_was_read(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
         elif not of_column and key in ("accuracy", "reward", "length", "entropy", "kl"):
             near = like(known, {column for _, one in logs if one.log is not None for column in one.log.columns})
             missing.append(f"{known.word}{f' (nearest: {some(near)})' if near else ''}")
-    if not any("tokens" in (one.used or {}) or "step_tokens" in (one.used or {}) for _, one in logs):
-        missing.append("tokens")
     said = [f"read from the trainers' logs: {'; '.join(read)}"]
-    if any("tokens" in (one.used or {}) or "step_tokens" in (one.used or {}) for _, one in logs):
+    if any(one.counts_tokens for _, one in logs):
         said.append("tokens are counted as the trainers logged them, which may include those of prompts")
+    else:
+        missing.append("tokens")
     if missing:
         said.append(f"not found, so not compared: {'; '.join(missing)}")
     said += [*partly, *(line for _, one in logs for line in _lost(one))]
@@ -277,10 +282,10 @@ def _what_was_read(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
 def _lost(one: _Read) -> list[str]:
     """Which of a log's numbers are none to reckon with, and from which step on; and which end before the others do, by more
     than they ever pause: a NaN is a blank cell in some exports."""
+    if one.log is None:
+        return []
     said = []
-    for key, column in (one.used or {}).items():
-        if one.log is None:
-            continue
+    for key, column in one.used.items():
         known, lost = one.log.columns[column][0], one.log.lost.get(column, ())
         last = known[-1] if known.size else -1
         if not lost:

@@ -14,12 +14,12 @@ from aggcli.auditing.frozen import AuditLayout, FrozenBatch
 from aggcli.auditing.rules import AuditRule
 from aggcli.auditing.search import TOLERANCE, Counterexample, deviation, smallest_counterexample
 from aggcli.errors import AggcliError, SettingError
+from aggcli.measurement.words import VARIES
 
 RuleVerdict = Literal["invariant", "varies", "varies as recorded", "not finite", "not compared", "not computed"]
 """What is said of a rule over the layouts that it was evaluated under; `varies as recorded`: between the recorded layout, which
 its framework cannot represent, and others, but not between the two or more that it can; `not compared`: under one layout
 only."""
-VARIES: tuple[RuleVerdict, ...] = ("varies", "varies as recorded")
 
 
 @dataclass(frozen=True)

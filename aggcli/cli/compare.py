@@ -66,6 +66,11 @@ def _of_directories(
     )
 
 
+def _of_logs(name: str, metavar: str, about: str) -> OptionInfo:
+    """An option of the comparison of other trainers' logs; one that is not given is None."""
+    return typer.Option(name, metavar=metavar, help=about, rich_help_panel=_OTHERS)
+
+
 @with_settings(without=["loss_aggregation", "calculate_per_token_loss"])
 def compare(
     given: dict[str, Any],
@@ -83,20 +88,18 @@ def compare(
     resume: ResumeOption = False,
     curves: Annotated[
         list[str] | None,
-        typer.Option(
+        _of_logs(
             "--curves",
-            metavar="NAME=PATTERN",
-            help="An arm of runs of other trainers. Event files, trainer_state.json, CSV or JSON lines; give one for each arm.",
-            rich_help_panel=_OTHERS,
+            "NAME=PATTERN",
+            "An arm of runs of other trainers. Event files, trainer_state.json, CSV or JSON lines; give one for each arm.",
         ),
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
+        _of_logs(
             "--metric",
-            metavar="KEY=COLUMN",
-            help="The column of a measure in their logs. Such as reward=critic/rewards/mean; known names need none.",
-            rich_help_panel=_OTHERS,
+            "KEY=COLUMN",
+            "The column of a measure in their logs. Such as reward=critic/rewards/mean; known names need none.",
         ),
     ] = None,
     gradients: Annotated[

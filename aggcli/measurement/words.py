@@ -1,9 +1,14 @@
-"""Numbers in words, for notes, tables and figures."""
+"""Numbers and verdicts in words, for notes, tables and figures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+AS_RECORDED = "varies as recorded"
+"""Of a rule under audit: it varies with the recorded layout alone, which its framework cannot represent."""
+VARIES = ("varies", AS_RECORDED)
+"""What is said of a rule that varies with the layout."""
 
 
 def plural(number: int, one: str, several: str | None = None) -> str:

@@ -10,7 +10,7 @@ from rich.console import ConsoleRenderable
 from rich.table import Table
 
 from aggcli.analysis.answer import Answer
-from aggcli.measurement.words import listed, percent, short
+from aggcli.measurement.words import AS_RECORDED, VARIES, listed, percent, short
 from aggcli.report.blocks import BlockTable
 from aggcli.report.tables import answer_text, lines
 from aggcli.rules import recorded_rule
@@ -19,8 +19,6 @@ from aggcli.rules.reference import PAPERS
 Step = Mapping[str, Any]
 BUILT_IN = "the built-in batch"
 """The rollouts of an audit of none."""
-_AS_RECORDED = "varies as recorded"
-_VARIES = ("varies", _AS_RECORDED)
 _FEW = 12
 """Rules that all have a row of the table; of more, only those that vary have one."""
 
@@ -70,9 +68,9 @@ def audit_answer(head: Mapping[str, Any], steps: Sequence[Step]) -> Answer:
     verdicts = {rule: _verdict(_of(steps, rule)) for rule in _rules(steps)}
     if all(verdict == "not computed" for verdict in verdicts.values()):
         return Answer(("No rule could be computed on this batch.",))
-    compared = [rule for rule, verdict in verdicts.items() if verdict in (*_VARIES, "invariant")]
+    compared = [rule for rule, verdict in verdicts.items() if verdict in (*VARIES, "invariant")]
     varying = [rule for rule in compared if verdicts[rule] == "varies"]
-    recorded = [rule for rule in compared if verdicts[rule] == _AS_RECORDED]
+    recorded = [rule for rule in compared if verdicts[rule] == AS_RECORDED]
     others = {rule: verdict for rule, verdict in verdicts.items() if verdict in ("not compared", "not finite")}
     said = [_on_layouts(head, steps, compared, varying, bool(recorded)) + _not_judged(others)]
     said += [_on_frameworks([*compared, *others], varying, {*recorded, *others})] if varying else []
@@ -193,7 +191,7 @@ def _table(steps: Sequence[Step], rules: Sequence[str], head: Mapping[str, Any])
     )
     if any(_apart(report) for rule in rules for report in _of(steps, rule) if report["verdict"] == "varies"):
         caption += " (where it varies: that its framework can represent)"
-    if any(_verdict(_of(steps, rule)) == _AS_RECORDED for rule in rules):
+    if any(_verdict(_of(steps, rule)) == AS_RECORDED for rule in rules):
         caption += "; as recorded: varies only between the recorded layout, which the framework cannot represent, and others"
     own = [rule for rule in rules if (found := recorded_rule(rule)) is not None and found.own_loss]
     if own and any(report["pg_loss"] is not None for rule in own for report in _of(steps, rule)):
@@ -209,7 +207,7 @@ def _table(steps: Sequence[Step], rules: Sequence[str], head: Mapping[str, Any])
             "" if ratio is None else f"{short(ratio)}x",
             _number(_mean(report["gradient_cosine"] for report in found)),
             _change(found),
-            _verdict(found).replace(_AS_RECORDED, "as recorded"),
+            _verdict(found).replace(AS_RECORDED, "as recorded"),
         )
     return table
 
@@ -232,7 +230,7 @@ def _apart(report: Mapping[str, Any]) -> list[str]:
 
 def _verdict(found: Sequence[Mapping[str, Any]]) -> str:
     verdicts = [report["verdict"] for report in found]
-    return next((v for v in ("not finite", *_VARIES, "not compared", "invariant") if v in verdicts), "not computed")
+    return next((v for v in ("not finite", *VARIES, "not compared", "invariant") if v in verdicts), "not computed")
 
 
 # -- in words -------------------------------------------------------------------------------------------------------
@@ -259,7 +257,7 @@ def _reasons(steps: Sequence[Step], rules: Sequence[str]) -> Iterable[list[str]]
     groups: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for rule in rules:
         worst = max(_of(steps, rule), key=lambda r: math.inf if r["deviation"] is None else r["deviation"])
-        if worst["verdict"] in (*_VARIES, "not finite"):
+        if worst["verdict"] in (*VARIES, "not finite"):
             groups.setdefault(worst["reason"], []).append((rule, worst))
     for reason, members in groups.items():
         told = [f"{', '.join(rule for rule, _ in members)}: {reason or 'the weights depend on the layout'}"]
