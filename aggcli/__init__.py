@@ -5,6 +5,7 @@
     aggcli.replay("dumps/*.pt")                            # recorded rollouts under every mode and layout
     aggcli.audit(rules=["token_mean", "trl:bnpo"])         # which rules a layout changes, and why
     trained = aggcli.train(seeds=3, steps=50)              # small loops, modes x seeds as one stack
+    aggcli.gradients("dumps/*.jsonl", model="a/model")      # what each mode does to the parameters of a model
     aggcli.compare(trained.directory)                      # what differs, by how much, how sure
     aggcli.plot(trained.directory, html=True)              # figures and one page to send
     aggcli.advantage_factors(lengths, groups, mode="prompt_mean", under="trl:dapo")  # a mode in a trainer that has another
@@ -48,9 +49,20 @@ from typing import TYPE_CHECKING, Any
 from aggcli.version import __version__
 
 if TYPE_CHECKING:
-    from aggcli.interface import advantage_factors, audit, compare, load_results, plot, read_rollouts, replay, train
+    from aggcli.interface import advantage_factors, audit, compare, gradients, load_results, plot, read_rollouts, replay, train
 
-__all__ = ["__version__", "advantage_factors", "audit", "compare", "load_results", "plot", "read_rollouts", "replay", "train"]
+__all__ = [
+    "__version__",
+    "advantage_factors",
+    "audit",
+    "compare",
+    "gradients",
+    "load_results",
+    "plot",
+    "read_rollouts",
+    "replay",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

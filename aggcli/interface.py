@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from aggcli.analysis.frames import Frames
     from aggcli.jobs.audit import AuditResult
     from aggcli.jobs.compare import ComparisonResult
+    from aggcli.jobs.gradients import GradientsResult
     from aggcli.jobs.plot import PlotResult
     from aggcli.jobs.replay import ReplayResult
     from aggcli.jobs.training import TrainingResult
@@ -187,6 +188,27 @@ def train(
         found = trained(TrainingRequest("compare", config, config.compared, seeds_of(config), where, overwrite, resume))
     assert found is not None, "this process is the root of its world"
     return found
+
+
+def gradients(
+    rollouts: Paths | None = None, modes: Sequence[str] | None = None, *, model: str | Path | None = None, **settings: Any
+) -> GradientsResult:
+    """What modes do to the parameters: each mode's gradient on the same rollouts, by group of parameters; nothing is trained.
+
+    `rollouts`: recorded ones with token ids, each file a step; default: the first that the policy samples. `model`: a folder or
+    a Hugging Face id; default: the small policy. `modes`: the first is the baseline; default all modes.
+
+        found = aggcli.gradients("dumps/*.jsonl", model="path/of/a/model")
+        found.gradients[["step", "parameters", "mode", "norm_ratio", "cosine"]]
+
+    Raises `RolloutError` and `SettingError`.
+    """
+    from aggcli.jobs.gradients import gradients as measured
+
+    given = {} if rollouts is None else {"rollouts": _texts(rollouts), "train": True}
+    named = {} if model is None else {"model": str(model)}
+    with heard_by(_Logged()):
+        return measured(settings_from({**settings, **given, **named, "modes": modes}))
 
 
 def compare(directories: Paths, **options: Any) -> ComparisonResult:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from aggcli.errors import RecordError, some
@@ -152,3 +154,15 @@ def fresh_directory(wanted: Path | None, default_name: str, *, overwrite: bool) 
     except OSError as error:
         raise RecordError(f"--output {path}: cannot be written ({error.strerror or error})") from error
     return path
+
+
+@contextlib.contextmanager
+def not_left_empty(made: Path | None) -> Iterator[None]:
+    """Remove a directory that was made for what is refused before anything was written into it."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if made is not None:
+                made.rmdir()  # which an empty directory alone lets happen
+        raise

@@ -3,7 +3,7 @@
     manifest.json   schema number, command, arguments, resolved settings, versions, git commit, device, threads, seed, status
     metrics.jsonl   one line per optimizer step: the numbers under the layout in force
     layouts.jsonl   one line per optimizer step and layout: reduced numbers, and each rank's
-    timings.jsonl   in training, one line per rollout step: seconds it took, runs that shared them, their response tokens
+    timings.jsonl   in training, one line per rollout step: seconds and memory it took, runs that shared them, their tokens
     samples/        one Parquet file per optimizer step: the weight, length and reward of each training sample
     rollouts/       with --save-rollouts: one plain JSONL per rollout step, what was sampled
     tensorboard/    with --log-to: a mirror of metrics.jsonl, which nothing reads back (see `aggcli.sinks`); as is

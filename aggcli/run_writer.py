@@ -101,9 +101,10 @@ class RunWriter:
         for sink in self._sinks:
             sink.step(metrics)
 
-    def timing(self, rollout_step: int, seconds: float, runs: int, tokens: int) -> None:
-        """Append what one rollout step of the run's stack took: seconds, and the runs and response tokens they went into."""
-        line = {"rollout_step": rollout_step, "seconds": seconds, "runs": runs, "tokens": tokens}
+    def timing(self, rollout_step: int, seconds: float, runs: int, tokens: int, peak_bytes: int) -> None:
+        """Append what one rollout step of the run's stack took: seconds, the runs and response tokens they went into, and the
+        most bytes of memory."""
+        line = {"rollout_step": rollout_step, "seconds": seconds, "runs": runs, "tokens": tokens, "peak_bytes": peak_bytes}
         _append(self._files[TIMINGS], line)
 
     def samples(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:

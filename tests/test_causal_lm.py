@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor
 
 from aggcli.config import settings_from
-from aggcli.policy import chunked
+from aggcli.policy import causal_lm, chunked
 from aggcli.policy.causal_lm import causal_start, row_log_probs
-from aggcli.policy.generation import gumbel, keys_of
+from aggcli.policy.generation import generate, gumbel, keys_of
+from aggcli.policy.loading import load_model
 from aggcli.policy.protocol import Noise
 from aggcli.world import ALONE
-from tests.tiny_models import FAMILIES, tiny
+from tests.tiny_models import FAMILIES, tiny, write_tiny
 
 TEMPERATURE = 0.7
 
@@ -143,3 +145,96 @@ def test_runs_of_a_stack_learn_apart_and_go_on_from_their_state() -> None:
     for one in (policy, again):
         one.step(gradient(one), torch.tensor([True, True]))
     assert torch.equal(policy.flat_RQ, again.flat_RQ)
+
+
+def test_what_the_policy_that_all_runs_begin_as_samples_is_sampled_once(monkeypatch) -> None:
+    calls: list[int] = []
+
+    def counted(*given: Any, **more: Any) -> Any:
+        calls.append(len(given[3]))
+        return generate(*given, **more)
+
+    monkeypatch.setattr(causal_lm, "generate", counted)
+    policy = causal_start(tiny("llama"), settings_from({"dtype": "float64"})).stack([1e-2] * 3, ALONE)
+    prompts_RPL, length_RP = torch.tensor([[5, 6, 7]]).expand(3, 1, 3), torch.full((3, 1), 3)
+    first = _sampled(policy, Noise((3, 3, 4), 0, 0, 2), prompts_RPL, length_RP)
+    assert calls == [2, 2], "runs of seed 3 once, the run of seed 4"
+    again = _sampled(policy, Noise((3, 3, 4), 0, 0, 2), prompts_RPL, length_RP)
+    assert torch.equal(first.tokens_RBL, again.tokens_RBL)
+    assert calls == [2, 2]
+    _sampled(policy, Noise((3, 3, 4), 1, 0, 2), prompts_RPL, length_RP)
+    _sampled(policy, Noise((3, 3, 4), 0, 0, 2), prompts_RPL + 1, length_RP)
+    assert len(calls) == 6, "of another step and other prompts anew"
+    policy.flat_RQ[0] += 1e-3
+    _sampled(policy, Noise((3, 3, 4), 0, 0, 2), prompts_RPL, length_RP)
+    assert len(calls) == 7, "the run that has learnt samples for itself"
+
+
+def _loaded(folder: Path, **settings: Any) -> Any:
+    config = settings_from(
+        {"model": str(folder), "dtype": "float64", "lr": 0.1, "optimizer": "sgd", "clip_grad": 0.0, **settings}
+    )
+    return causal_start(load_model(str(folder), config, torch.device("cpu")), config)
+
+
+def _summed(policy: Any) -> tuple[Tensor, Tensor]:
+    """The sum of the log-probabilities of some rows, and its gradient [R, Q]."""
+    tokens_BL, prompt_B, length_B = _rows(40)
+    gradient_RQ = policy.no_gradient()
+    (some,) = policy.passes()
+    log_probs, *_ = some.log_probs(tokens_BL[None], prompt_B[None], length_B[None])
+    some.add_gradient(log_probs.sum(), gradient_RQ)
+    return log_probs.sum().detach(), gradient_RQ
+
+
+def test_adapters_are_all_that_is_trained_and_merged_into_the_weights_they_give_the_same_log_probs(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    whole, start = _loaded(tmp_path), _loaded(tmp_path, lora_rank=3)
+    frozen = {name: value.clone() for name, value in start.module.named_parameters() if not value.requires_grad}
+    policy = start.stack([0.1], ALONE)
+    plain, _ = _summed(whole.stack([0.1], ALONE))
+    assert float(_summed(policy)[0]) == pytest.approx(float(plain), abs=1e-12), "they begin as no change"
+    for _ in range(2):
+        policy.step(_summed(policy)[1], torch.tensor([True]))
+    adapted, _ = _summed(policy)
+    assert abs(float(adapted - plain)) > 1e-3
+    named = dict(start.module.named_parameters())
+    assert all(torch.equal(named[name], value) for name, value in frozen.items())
+    linear = 2 * (
+        2 * (16 + 16) + 2 * (16 + 8) + 2 * (16 + 32) + (32 + 16)
+    )  # of two layers: q and o, k and v, gate and up, down
+    assert sum(policy.sizes().values()) == 3 * linear
+    changed = dict(whole.module.named_parameters())
+    with torch.no_grad():
+        for name, value_OR in named.items():
+            if "lora_B" in name:
+                value_RI = named[name.replace("lora_B", "lora_A")]
+                changed[name.replace(".lora_B.default", "")] += 2 * value_OR @ value_RI  # alpha over rank
+        merged = causal_lm.row_log_probs(whole.module, *_rows(40), torch.float64)[0].sum()
+    assert float(merged) == pytest.approx(float(adapted), abs=1e-11)
+
+
+def test_recomputed_activations_give_the_same_gradient(tmp_path: Path, monkeypatch) -> None:
+    write_tiny(tmp_path)
+    passes: list[str] = []
+    layer = type(_loaded(tmp_path).module.model.layers[0].mlp)
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, *given: (passes.append("mlp"), forward(self, *given))[1])
+    starts = _loaded(tmp_path), _loaded(tmp_path, gradient_checkpointing=True)
+    passes.clear()
+    plain, gradient_RQ = _summed(starts[0].stack([0.1], ALONE))
+    once = len(passes)
+    again, recomputed_RQ = _summed(starts[1].stack([0.1], ALONE))
+    assert float(again) == float(plain)
+    assert (recomputed_RQ - gradient_RQ).abs().max() < 1e-12 < gradient_RQ.abs().max()
+    assert (once, len(passes) - once) == (2, 4), "each layer once more in the backward pass"
+
+
+def test_bfloat16_is_the_arithmetic_of_the_layers_and_not_of_the_parameters(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    exact, _ = _summed(_loaded(tmp_path, dtype="float32").stack([0.1], ALONE))
+    policy = _loaded(tmp_path, dtype="bfloat16").stack([0.1], ALONE)
+    half, gradient_RQ = _summed(policy)
+    assert policy.flat_RQ.dtype == gradient_RQ.dtype == half.dtype == torch.float32
+    assert 1e-5 < abs(float(half - exact)) / abs(float(exact)) < 2e-2
+    assert torch.isfinite(gradient_RQ).all()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from aggcli.policy import loading
 from tests.cli import aggcli, records, refused
 from tests.tiny_models import LETTERS, write_tiny
 
@@ -105,6 +107,7 @@ def test_what_cannot_be_trained_is_refused_in_a_line(
     monkeypatch.syspath_prepend(str(place))
     monkeypatch.chdir(tmp_path)
     assert said in refused(aggcli(capsys, "compare", *_flags(place, **bad), "-o", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_without_an_end_token_and_damaged_weights_are_refused_in_a_line(
@@ -142,6 +145,27 @@ def test_code_and_pickles_that_come_with_a_model_are_never_run(
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     assert "transformers cannot load it" in refused(aggcli(capsys, "run", *_flags(place, model=coded, modes=None, seeds=None)))
     assert not trace.exists()
+
+
+def test_a_hub_that_does_not_answer_is_said_at_once_and_its_cache_is_used(
+    place: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    hub = import_module("huggingface_hub")
+    asked: list[str] = []
+
+    def silent(self: object, name: str, timeout: float) -> None:
+        asked.append(name)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(hub.HfApi, "model_info", silent)
+    flags = _flags(place, model="some/model", modes=None, seeds=None)
+    line = refused(aggcli(capsys, "run", *flags, "-o", tmp_path / "out"))
+    assert "--model some/model: there is no such folder, and the hub of Hugging Face does not answer (Name or service" in line
+    assert asked == ["some/model"]
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda name, file: str(place / "tiny" / file))
+    assert loading._place("some/model") == ("some/model", True)
 
 
 def _trained_on(place: Path, dump: Path, capsys, output: Path, **more: object) -> dict:

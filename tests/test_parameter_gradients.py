@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import aggcli as program
 from aggcli.config import settings_from
 from aggcli.layout.schedule import parse_layout
 from aggcli.policy.causal_lm import causal_start
@@ -109,3 +110,11 @@ def test_the_cheap_answer_beside_it_is_the_one_that_a_replay_gives(tmp_path: Pat
     whole = step["by_parameters"][WHOLE]
     assert set(step["by_parameters"]) == {WHOLE, "embeddings", "layer 0", "layer 1", "the rest"}
     assert whole["cosine"][2][0] != pytest.approx(step["by_log_probs"]["cosine"][2][0], abs=1e-3)
+    found = program.gradients(dump, list(MODES), dtype="float64").gradients.set_index(["parameters", "mode"])
+    assert len(found) == 6 * len(MODES)
+    for at, mode in enumerate(MODES):
+        row = found.loc[("layer 1", mode)]
+        told_of = step["by_parameters"]["layer 1"]
+        assert row["norm_ratio"] == pytest.approx(told_of["norm"][at] / told_of["norm"][0], rel=1e-9)
+        assert row["cosine"] == pytest.approx(told_of["cosine"][at][0], abs=1e-9)
+        assert found.loc[("by log-probabilities", mode)]["cosine"] == pytest.approx(step["by_log_probs"]["cosine"][at][0])

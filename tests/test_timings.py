@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from aggcli import grid
 from aggcli.analysis.curves import Curve, FitOptions
@@ -21,6 +23,7 @@ from aggcli.analysis.sigmoid import CurveParameters, Grid, sigmoid
 from aggcli.errors import RecordError
 from aggcli.jobs import recording
 from aggcli.training import loop
+from aggcli.training.memory import begin_peak, peak_bytes
 from aggcli.training.stack import RunSpec
 from tests.cli import aggcli, compared_directories, records, results_of, write_jsonl
 from tests.fixtures import fx_b
@@ -78,11 +81,13 @@ def test_every_run_of_a_stack_has_a_line_a_rollout_step_with_the_stacks_seconds_
     runs = [directory / mode / f"seed-{seed}" for mode in ("sample_mean", "token_mean") for seed in (0, 1)]
     (found,) = {(run / "timings.jsonl").read_text() for run in runs}
     told = [json.loads(line) for line in found.splitlines()]
-    assert [list(line) for line in told] == [["rollout_step", "seconds", "runs", "tokens"]] * 3
+    assert [list(line) for line in told] == [["rollout_step", "seconds", "runs", "tokens", "peak_bytes"]] * 3
     assert [(line["rollout_step"], line["runs"]) for line in told] == [(0, 4), (1, 4), (2, 4)]
     assert all(line["seconds"] > 0 for line in told)
     assert sum(line["seconds"] for line in told) < took
     assert [line["tokens"] for line in told] == tokens_of(runs)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert resident >= told[-1]["peak_bytes"] >= told[0]["peak_bytes"] > resident / 2
     assert not any("seconds" in line for run in runs for line in records(run / "metrics.jsonl"))
     (note,) = shared_seconds(read_histories([directory])[0])
     assert note.startswith("4 of the compared runs")
@@ -100,6 +105,15 @@ def test_runs_of_a_share_have_the_times_of_their_own_stack(tmp_path: Path) -> No
         assert [line["runs"] for line in told] == [2, 2, 2]
         assert [line["tokens"] for line in told] == tokens_of(runs)
     assert shared_seconds(read_histories([runs[0] for runs in stacks.values()])[0]) == []
+
+
+def test_on_a_gpu_the_memory_is_what_torch_held_there_during_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, asked = torch.device("cuda:1"), []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {cuda: 12345}.get)
+    begin_peak(cuda)
+    assert asked == [cuda]
+    assert peak_bytes(cuda) == 12345
 
 
 def test_the_seconds_are_those_of_the_step_from_its_sampling_on_and_not_of_writing_it(

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import aggcli
 from tests.cli import ROOT, environment
-from tests.trl_worker import LIMIT, Case
+from tests.cli import aggcli as command
+from tests.trl_worker import LIMIT, Case, tiny_llama
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.slow
@@ -54,6 +57,20 @@ PROBED = [
     Case("wanted", "prompt_mean", "dr_grpo", 2, steps=2, probe=True),
 ]
 PLAIN = [dataclasses.replace(case, name=f"plain-{case.name}", plain=True, probe=False) for case in PROBED[:3]]
+STEPPED = [
+    Case(
+        f"stepped-{loss_type}-{beta:g}-{steps}",
+        loss_type=loss_type,
+        steps=steps,
+        from_folder=True,
+        trl={"beta": beta, "num_iterations": steps, "model_init_kwargs": {"dtype": "float32"}},
+    )
+    for loss_type in ("grpo", "dr_grpo", "dapo", "bnpo")
+    for beta in (0.0, 0.3)
+    for steps in (1, 2)
+]
+STEPPED.append(dataclasses.replace(STEPPED[3], name="stepped-biased", trl={**STEPPED[3].trl, "use_bias_correction_kl": False}))
+"""In a second step on the same rollouts ratios are not 1, some are clipped, and the KL term has a gradient."""
 UNPROBED = dataclasses.replace(PROBED[3], name="unprobed", probe=False, write=False)
 RESUMED = Case("resumed", "sample_mean", "grpo", 2, steps=4, trl={"save_strategy": "steps", "save_steps": 2})
 """Trained to the end, resumed at its second step and trained to the end again, then begun anew in the same folder."""
@@ -69,7 +86,7 @@ REFUSED = {
     Case("probed-cut", None, "dapo", 1, 1, 8, probe=True, trl={"steps_per_generation": 2}): "divides by the generation batch's",
     Case("wanted-varies", "trl:bnpo"): "trl:bnpo: its weights change with the layout",
 }
-ONE = [*_exact(1), *HARDER, *PROBED, *PLAIN, UNPROBED, RESUMED, *REFUSED]
+ONE = [*_exact(1), *HARDER, *PROBED, *PLAIN, *STEPPED, UNPROBED, RESUMED, *REFUSED]
 TWO = [*_exact(2, (2,)), dataclasses.replace(PROBED[1], name="bnpo-2")]
 
 
@@ -168,6 +185,36 @@ def test_the_probe_logs_what_a_replay_of_the_files_gives(one: dict[str, dict[str
                 assert logged[f"aggcli/{mode}/{name}"] == pytest.approx(step["modes"][mode][name], abs=1e-12)
     assert found["logs"][0]["aggcli/prompt_mean/gradient_ratio"] == 1
     assert found["logs"][0]["aggcli/constant/gradient_cosine"] < 0.999
+
+
+@pytest.mark.parametrize("case", STEPPED, ids=lambda case: case.name)
+def test_a_step_of_the_trainer_is_a_step_of_ours(case: Case, one: dict[str, dict[str, Any]], tmp_path: Path, capsys) -> None:
+    where = Path(one[case.name]["rollouts"]).parent
+    flags = {
+        "rollouts": where / "rollouts" / "000001.jsonl",
+        "model": where / "model",
+        "loss_aggregation": f"trl:{case.loss_type}",
+        "loss_aggregation_divisor": LIMIT if case.loss_type == "dr_grpo" else None,
+        "max_response_length": LIMIT,
+        "advantages": "recorded",
+        "kl_coef": case.trl["beta"],
+        "num_iterations": case.steps,
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "clip_grad": 0,
+        "micro_batch_size": 16,
+        "dtype": "float32",
+        "output": tmp_path / "ours",
+    }
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
+    unbiased = ["--kl-unbiased"] if case.trl.get("use_bias_correction_kl", True) else []
+    told = command(capsys, "run", *given, *unbiased)
+    assert told.code == 0, told.err
+    theirs_Q = load_file(where / "after")["parameters"]
+    ours_Q = load_file(tmp_path / "ours" / "checkpoint.safetensors")["parameters"][0]
+    before_Q = torch.cat([value.detach().flatten() for value in tiny_llama().parameters()])
+    assert (theirs_Q - before_Q).abs().max() > 1e-3
+    assert (ours_Q - theirs_Q).abs().max() < 1e-6
 
 
 def test_a_resumed_run_writes_the_steps_after_its_checkpoint_anew_and_another_run_is_refused(

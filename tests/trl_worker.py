@@ -46,6 +46,8 @@ class Case:
     """A subclass with a loss of its own."""
     with_tools: bool = False
     """Completions with the answers of tools in them, which are not trained."""
+    from_folder: bool = False
+    """The model read from a folder, as the reference of a KL term must be; the parameters after training are kept beside it."""
     double: bool = False
     """The model in float64: TRL's advantages and log-probabilities stay in float32."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -187,9 +189,12 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         made = with_aggregation(made, case.mode, **options)
     _package("transformers").set_seed(7)
     more = {"rollout_func": rollout_with_tools} if case.with_tools else {}
-    trainer = made(
-        tiny_llama(double=case.double), reward, args=config, train_dataset=rows, processing_class=tokenizer(), **more
-    )
+    model = tiny_llama(double=case.double)
+    if case.from_folder:
+        model.save_pretrained(where / "model")
+        tokenizer().save_pretrained(where / "model")
+        model = str(where / "model")
+    trainer = made(model, reward, args=config, train_dataset=rows, processing_class=tokenizer(), **more)
     gradients = Gradients(trainer)
     trainer.train()
     final = [p.detach().cpu() for p in trainer.accelerator.unwrap_model(trainer.model).parameters()]
@@ -200,6 +205,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         "logs": [{k: v for k, v in line.items() if k.startswith("aggcli/")} for line in logs],
         "parameters": hashlib.sha256(torch.cat([p.flatten() for p in final]).numpy().tobytes()).hexdigest(),
     }
+    if case.from_folder:
+        _package("safetensors.torch").save_file({"parameters": torch.cat([p.flatten() for p in final])}, where / "after")
     if "save_steps" in case.trl:
         found |= _resumed(made, config, rows, where)
     if trainer.accelerator.is_main_process and not case.plain and case.write:

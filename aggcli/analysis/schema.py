@@ -168,6 +168,13 @@ _TIMING = (
     ),
     Field("runs", WHOLE, "runs that the process trained as one stack", "the runs of its process", "runs", True),
     Field("tokens", WHOLE, "response tokens", "the runs of its process", "tokens", True),
+    Field(
+        "peak_bytes",
+        WHOLE,
+        "most memory at a time: on a GPU what torch held there during the step, else of the process since its start",
+        "the runs of its process",
+        "bytes",
+    ),
 )
 
 # -- the manifest ---------------------------------------------------------------------------------------------------

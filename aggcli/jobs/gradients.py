@@ -14,6 +14,8 @@ from aggcli.measurement.words import plural, short
 from aggcli.report.notebook import Shown
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from aggcli.grid import Setup
     from aggcli.training.gradients import ModeGradients
     from aggcli.training.loop import Trainer
@@ -63,6 +65,29 @@ class GradientsResult(Shown):
         if real["norm"][0] == 0:
             return Answer((f"{where} {self.modes[0]}'s gradient is 0, so no other is compared with it.",))
         return Answer((f"{where} {said[0]}", *said[1:])) if said else Answer((f"{where} one mode, so nothing is compared.",))
+
+    @property
+    def gradients(self) -> pd.DataFrame:
+        """A row for each step, group of parameters and mode: `norm`, `norm_ratio` (over the baseline's) and `cosine` (to the
+        baseline's gradient), missing where they are undefined."""
+        import pandas as pd
+
+        from aggcli.report.parameter_gradients import rows_of
+
+        rows = [
+            {
+                "step": step.step,
+                "parameters": group,
+                "mode": mode,
+                "norm": found["norm"][at],
+                "norm_ratio": found["norm"][at] / found["norm"][0] if found["norm"][0] else None,
+                "cosine": found["cosine"][at][0],
+            }
+            for step in self.steps
+            for group, found in rows_of(step).items()
+            for at, mode in enumerate(self.modes)
+        ]
+        return pd.DataFrame(rows).astype({"norm_ratio": "float64", "cosine": "float64"})
 
     def as_json(self) -> dict[str, Any]:
         """What `--json` prints."""

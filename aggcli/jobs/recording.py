@@ -215,4 +215,4 @@ def write_timing(writers: Mapping[str, RunWriter], trainer: Trainer, done: Train
     """One line for every run that was in the stack during the step, also for those that diverged in it."""
     runs = [*trainer.runs, *(gone.run for gone in done.diverged)]
     for run in runs:
-        writers[run.name].timing(done.step, done.seconds, len(runs), done.tokens)
+        writers[run.name].timing(done.step, done.seconds, len(runs), done.tokens, done.peak_bytes)

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from aggcli import ownership
 from aggcli.config import RunConfig
 from aggcli.errors import RecordError, RolloutError, SettingError, some, told
 from aggcli.jobs import recording
@@ -258,11 +259,12 @@ def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
     runs = grid.runs_of(request.config, request.modes, request.seeds, setup.response_limit)
     if request.command == "run":
         runs = [dataclasses.replace(run, name=".") for run in runs]
+    was_there = request.output is not None and request.output.exists()
     directory = recording.directory_of(request, world)
     launcher, count = _place(setup, len(runs), world, recording.shares_before(directory) if request.resume else None)
     resumed = _resumed(request, directory, count) if request.resume else ""
     before: float | None = None
-    with setup.start.threads():
+    with ownership.not_left_empty(None if was_there else directory), setup.start.threads():
         if request.config.training.match == "grad-norm":
             runs = grid.matched_rates(setup, runs, world)
         if world.is_root:

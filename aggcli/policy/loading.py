@@ -20,6 +20,10 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 """The arithmetic of parameters and optimizer; bfloat16 is autocast over float32."""
 
 
+HUB_SECONDS = 10
+"""How long the hub has to answer."""
+
+
 def need_extra(package: str, extra: str, what: str) -> None:
     """Raise `SettingError` where a package that an extra installs is not there."""
     from importlib.util import find_spec
@@ -55,7 +59,8 @@ def load_model(name: str, config: RunConfig, device: torch.device) -> Any:
 
 
 def _place(name: str) -> tuple[str, bool]:
-    """Where the model is, and whether that is a folder of this machine. Raises `SettingError` for a folder without a model."""
+    """Where the model is, and whether this machine has it already. Raises `SettingError` for a folder without a model, and for
+    an id where neither the hub answers nor its cache has it."""
     folder = Path(name).expanduser()
     if name == smollm2.NAME and not folder.exists():
         return str(smollm2.smollm2_folder()), True
@@ -67,7 +72,24 @@ def _place(name: str) -> tuple[str, bool]:
         raise SettingError(f"--model {name}: is a file; give the folder that holds config.json and the weights")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise SettingError(f"--model {name}: there is no such folder")
-    return name, False
+    return name, _is_only_cached(name)
+
+
+def _is_only_cached(name: str) -> bool:
+    """Whether the hub does not answer, and its cache on this machine has the model. Raises `SettingError` where it has not."""
+    hub: Any = import_module("huggingface_hub")
+    try:
+        hub.HfApi().model_info(name, timeout=HUB_SECONDS)
+    except (hub.errors.HfHubHTTPError, hub.errors.HFValidationError):
+        return False  # it answers, or the name is none: transformers says it better
+    except Exception as error:  # of whatever library it asks by
+        if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
+            return True
+        reason = " ".join(str(error).split())
+        raise SettingError(
+            f"--model {name}: there is no such folder, and the hub of Hugging Face does not answer ({reason[:150]})"
+        ) from None
+    return False
 
 
 @contextlib.contextmanager
@@ -115,7 +137,8 @@ def _checkpoint_layers(module: Any) -> None:
     inside of them, dropout above all, stays out of it."""
     if not module.supports_gradient_checkpointing:
         raise SettingError(f"--gradient-checkpointing: {type(module).__name__} does not support it; leave it out")
-    module.gradient_checkpointing_enable({"use_reentrant": False})
+    newer = getattr(module, "activation_checkpointing_enable", None)  # transformers 5.24 calls the other name deprecated
+    (newer or module.gradient_checkpointing_enable)({"use_reentrant": False})
     for part in module.modules():
         if getattr(part, "gradient_checkpointing", False):
             part.training = True

@@ -28,7 +28,7 @@ def gradient_tables(modes: Sequence[str], step: _Step) -> list[Table]:
     """Of one step: each mode's norm over the baseline's, the cosine to the baseline's gradient by group of parameters, and the
     cosines between all modes."""
     baseline, others = modes[0], modes[1:]
-    rows = {**step.by_parameters, BY_LOG_PROBS: step.by_log_probs}
+    rows = rows_of(step)
     norms = BlockTable([f"gradient norm over {baseline}'s", *others], numbers=others, caption=step.name)
     cosines = BlockTable([f"cosine to {baseline}'s gradient", *others], numbers=others, caption=step.name)
     for group, found in rows.items():
@@ -40,6 +40,11 @@ def gradient_tables(modes: Sequence[str], step: _Step) -> list[Table]:
     for mode, row in zip(modes, whole["cosine"], strict=True):
         between.add_row(mode, *map(_number, row))
     return [norms, cosines, between]
+
+
+def rows_of(step: _Step) -> dict[str, dict[str, Any]]:
+    """What was found by group of parameters, the whole first, and by log-probabilities last."""
+    return {**step.by_parameters, BY_LOG_PROBS: step.by_log_probs}
 
 
 def _number(value: float | None) -> str:

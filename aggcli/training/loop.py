@@ -17,6 +17,7 @@ from aggcli.measurement.report import Values
 from aggcli.policy.protocol import Policy, all_finite
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.checkpoint import Checkpoint
+from aggcli.training.memory import begin_peak, peak_bytes
 from aggcli.training.report import Reporter, RunReport, not_reportable, of_run
 from aggcli.training.rollout import SampledRollouts, StepSource
 from aggcli.training.rows import optimizer_step_positions, rows_of_rank
@@ -43,6 +44,8 @@ class TrainedStep:
     diverged: list[BrokenRun]
     seconds: float
     tokens: int
+    peak_bytes: int
+    """See `aggcli.training.memory`."""
     rollouts: dict[str, RolloutBatch]
     """What each run sampled, with token ids and the policy's own log-probabilities, where --save-rollouts asks for it."""
 
@@ -70,6 +73,7 @@ class Trainer:
         """Train to the end, one rollout step at a time."""
         while self.step < self.config.training.steps and self.runs:
             began = time.perf_counter()
+            begin_peak(self.policy.device)
             with self.policy.threads():
                 rollouts = self.sampler.step(self.runs, self.policy, self.step)
                 saved = self._saved(rollouts) if self.config.training.save_rollouts else {}
@@ -77,7 +81,8 @@ class Trainer:
                 diverged = self._drop_diverged()
             self.step += 1
             tokens = int(rollouts.batch.response_length_S.sum())
-            yield TrainedStep(self.step - 1, done, diverged, time.perf_counter() - began, tokens, saved)
+            seconds = time.perf_counter() - began
+            yield TrainedStep(self.step - 1, done, diverged, seconds, tokens, peak_bytes(self.policy.device), saved)
 
     def first_update(self) -> Tensor:
         """Take the first optimizer step, and give the 2-norm of each run's change of parameters, float64 [R]."""
