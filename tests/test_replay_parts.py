@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from aggcli.config import SourceConfig
+from aggcli.config import SourceConfig, settings_from
+from aggcli.jobs import parts as parts_job
+from aggcli.jobs.parts import Part, Parts
+from aggcli.jobs.steps import Replay
+from aggcli.launch import Hear, Outcome, Work
+from aggcli.launch.here import Here
 from aggcli.rollouts.sources import RecordedSource
+from aggcli.rules import TOKEN_MEAN
 from tests.cli import aggcli, records, refused, write_jsonl
 from tests.fixtures import fx_b
 
@@ -67,12 +76,73 @@ def test_a_pipe_and_synthetic_rollouts_are_replayed_here(capsys, tmp_path: Path)
     apart = ["--launcher=processes", "--no-samples", "--output"]
     told = aggcli(capsys, "replay", "synthetic", *apart, tmp_path / "out")
     assert told.code == 0
-    assert "--launcher processes: only files are read elsewhere; this process replays what is no file" in told.err
+    assert "--launcher processes: only files are read elsewhere; this process reads what is no file" in told.err
 
 
 def test_parts_are_the_pieces_of_a_source_with_the_names_and_notes_of_the_whole(dumps: list[Path]) -> None:
     source = RecordedSource(SourceConfig(rollouts=tuple(map(str, dumps)), length_unit="words"))
     whole = [(batch.name, batch.notes) for batch in source]
-    parts = [(batch.name, batch.notes) for at in range(source.parts) for batch in source.part(at)]
+    parts = [(batch.name, batch.notes) for part in source.parts for batch in part.batches()]
     assert whole == parts
     assert [name for name, _ in parts] == [f"step {at} (rollout-{at}.jsonl)" for at in range(FILES)]
+
+
+@dataclass
+class _Weighing(Here):
+    """This process, which notes the bytes of each share that another place would be sent, and when it was left."""
+
+    sent: list[int] = field(default_factory=list)
+    closed: int = 0
+
+    def run(self, work: Work, shares: Sequence[Part], hear: Hear) -> Iterator[Outcome]:
+        self.sent += [len(pickle.dumps((work, share))) for share in shares]
+        return super().run(work, shares, hear)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_what_a_part_is_sent_does_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
+    """The first of 90 files is sent as many bytes as the first of 3, to be looked at and to be measured."""
+    paths = [str(write_jsonl(tmp_path / f"rollout-{at:02d}.jsonl", fx_b())) for at in range(90)]
+    sent = {}
+    for files in (3, 90):
+        config = settings_from({"rollouts": paths[:files]})
+        place = _Weighing()
+        parts = Parts(RecordedSource(config.source).parts, place)
+        assert len(parts.looked_at()) == files
+        next(parts.measured(Replay(config, (TOKEN_MEAN,), lenient=False, max_response_length=4)))
+        assert len(place.sent) == 2 * files
+        sent[files] = [place.sent[0], place.sent[files]]
+    assert sent[3] == sent[90]
+
+
+@pytest.mark.parametrize("more", [[], ["--modes=prompt_mean", "--global-batch-size=1"]], ids=["whole", "refused"])
+def test_a_replay_enters_the_place_of_its_parts_once_and_leaves_it(
+    capsys, tmp_path: Path, dumps: list[Path], monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    places: list[_Weighing] = []
+
+    def entered(*given: object) -> _Weighing:
+        places.append(_Weighing())
+        return places[-1]
+
+    monkeypatch.setattr(parts_job, "launcher_of", entered)
+    told = aggcli(capsys, "replay", *dumps, *FLAGS, *more, "--launcher=ray", "--output", tmp_path / "out")
+    assert (told.code == 0) == (not more), told.err
+    assert [(len(place.sent), place.closed) for place in places] == [(2 * FILES, 1)]
+
+
+def test_an_audit_is_the_same_to_the_byte_wherever_its_files_are_read(capsys, dumps: list[Path]) -> None:
+    """A mode that holds under every layout, rules that vary or look at the longest of all responses, and a faulty reducer; two
+    optimizer steps a file, each file with a note."""
+    write_jsonl(dumps[1], fx_b()[:2])
+    command = ["audit", *dumps[:3], "--rules=sample_mean,constant,trl:bnpo", "--reducer=tests.reducers:local_token_count"]
+    command += ["--length-unit=words", "--global-batch-size=2", "--json"]
+    places = ([], ["--launcher=here"], ["--launcher=processes", "--workers=2"])
+    plain, here, apart = (aggcli(capsys, *command, *place) for place in places)
+    assert plain.code == 0, plain.err
+    assert (plain.out, plain.err) == (here.out, here.err) == (apart.out, apart.err)
+    assert "--length-unit is not used" in plain.err
+    assert {step["rules"]["trl:bnpo"]["verdict"] for step in plain.steps} == {"varies"}
+    assert [step["batch"] for step in plain.steps[:2]] == [f"step 0 (rollout-0.jsonl), optimizer step {at}" for at in range(2)]

@@ -9,7 +9,7 @@ import typer
 from aggcli.cli.console import say, show
 from aggcli.cli.live import notes_after
 from aggcli.cli.options import ConfigOption, JsonOption, comma_list, offered, resolve, with_paths, with_settings
-from aggcli.config import FIELDS, SOURCE_SETTINGS
+from aggcli.config import FIELDS, LAUNCH_SETTINGS, SOURCE_SETTINGS
 from aggcli.errors import CheckFailed, ExitCode, SettingError
 from aggcli.rules import RULES, find_rule, remark_on
 from aggcli.rules.reference import FRAMEWORKS, rules_of
@@ -19,6 +19,7 @@ _TAKEN = (
     *("prompt_mean_scale", "normalizer", "advantages", "policy_loss", "eps_clip", "eps_clip_high", "eps_clip_c"),
     *("layouts", "max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "seed"),
     *(name for name in FIELDS if name.startswith("synthetic_")),
+    *(name for name in LAUNCH_SETTINGS if name != "shares"),
 )
 """The settings that are options of an audit too."""
 

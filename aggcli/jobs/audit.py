@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from aggcli.analysis.answer import Answer
-    from aggcli.auditing import Audit, AuditRule, Finding, FrozenBatch
+    from aggcli.auditing import Audit, AuditRule, Finding, FrozenBatch, ReducerRule
+    from aggcli.jobs.parts import Part
+    from aggcli.launch import Link
     from aggcli.rollouts.batch import RolloutBatch
 
 
@@ -88,49 +92,121 @@ def audit(request: AuditRequest, batches: Sequence[RolloutBatch] | None = None) 
 
     Raises `SettingError` and `RolloutError`. A rule that moved beyond the limit is a `failure` of the result.
     """
+    from aggcli.policy.groups import one_thread
+
     settings = request.config
     check_divisor(request.divisor, "--divisor")
     if request.limit is not None and not 0 < request.limit < math.inf:
         raise SettingError(f"--fail-on-variance {request.limit:g}: must be a finite number above 0, such as 1e-6")
-    frozen = _frozen(request, batches)
-    longest = max(float(max(int(batch.step.response_length_S.max()), 1)) for batch in frozen)
-    divisor = request.divisor or longest
-    custom, findings = _reducers(request)
-    chosen = [*custom, *_rules(request, divisor)]
-    audits = tuple(_audited(batch, chosen, settings, request.search) for batch in frozen)
+    with ExitStack() as place, one_thread():
+        steps, audited = _steps(request, batches, place)
+        divisor = request.divisor or float(max(step.longest for step in steps))
+        findings = _diagnosed(request)
+        chosen = _chosen(request, divisor, findings)
+        audits = tuple(audited(divisor, findings))
+        if request.search:
+            audits = _with_counterexamples(audits, chosen)
     head = {
         "command": "audit",
         "rollouts": ", ".join(settings.source.rollouts) or ("batches given in memory" if batches else BUILT_IN),
-        "layouts": list(dict.fromkeys(layout for batch in frozen for layout in _layout_texts(batch, settings))),
+        "layouts": list(dict.fromkeys(layout for step in steps for layout in step.layouts)),
         "baseline": audits[0].baseline,
         "divisor": divisor,
-        "length_unit": ", ".join(dict.fromkeys(batch.step.length_unit for batch in frozen)),
+        "length_unit": ", ".join(dict.fromkeys(step.unit for step in steps)),
         "divisor_origin": "--divisor" if request.divisor else "the longest response",
         "reducers": {name: [vars(finding) for finding in found] for name, found in findings.items()},
     }
     return AuditResult(head, audits, findings, _failure(audits, findings, request.limit))
 
 
-def _frozen(request: AuditRequest, batches: Sequence[RolloutBatch] | None) -> list[FrozenBatch]:
-    """Every optimizer step of the source, or the built-in batch."""
-    from aggcli.auditing import built_in_batch, freeze
-    from aggcli.layout.steps import need_whole_groups, optimizer_steps
-    from aggcli.rollouts.sources import open_source
+@dataclass(frozen=True)
+class _Step:
+    """What is to be known of an optimizer step before any is audited: the batch that it is of, its unit, its longest response
+    (at least 1) and its layouts; `notes`: what is to be said of it."""
+
+    batch: str
+    unit: str
+    longest: int
+    layouts: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+_Findings = dict[str, tuple["Finding", ...]]
+"""What was found of each reducer, by its path."""
+
+
+def _steps(
+    request: AuditRequest, batches: Sequence[RolloutBatch] | None, place: ExitStack
+) -> tuple[list[_Step], Callable[[float, _Findings], Iterable[Audit]]]:
+    """Every optimizer step of the source, or the built-in batch; and what audits them, given the divisor and the findings.
+    `place`: of the parts of the source, where the settings name one."""
+    from aggcli.auditing import built_in_batch
+    from aggcli.jobs.parts import in_parts, without_paths
+    from aggcli.rollouts.sources import need_one_unit, open_source
 
     settings = request.config
-    if batches is None and not settings.source.rollouts:
-        return [freeze(built_in_batch(), settings.objective)]
-    found = []
-    for batch in open_source(settings.source, settings.seed) if batches is None else batches:
-        for note in batch.notes:
-            say(f"{batch.name}: {note}")
-        parts = optimizer_steps(batch, settings.layout.global_batch_size)
-        for rule in (
-            [rule for rule in request.rules or MODES if rule.needs_groups][:1] if bool((batch.group_S >= 0).all()) else ()
-        ):
+    source = open_source(settings.source, settings.seed) if batches is None and settings.source.rollouts else None
+    parts = None if source is None else place.enter_context(in_parts(source, settings.launch))
+    if parts is not None:
+        asked = dataclasses.replace(request, config=without_paths(settings))
+        steps = [step for of_part in parts.results(_look, asked) for step in of_part]
+        for step in steps:
+            need_one_unit((steps[0].batch, steps[0].unit), (step.batch, step.unit))
+        _say_notes(steps)
+        return steps, lambda *known: (audit for of_part in parts.results(_audit_part, (asked, *known)) for audit in of_part)
+    given = source if batches is None else batches
+    if given is None:  # which is one step, whatever the size of others
+        given, layout = [built_in_batch()], dataclasses.replace(settings.layout, global_batch_size=None)
+        request = dataclasses.replace(request, config=dataclasses.replace(settings, layout=layout))
+    frozen = [one for batch in given for one in _frozen(request, batch)]
+    _say_notes([step for _, step in frozen])
+
+    def audited(divisor: float, findings: _Findings) -> Iterator[Audit]:
+        rules = _chosen(request, divisor, findings)
+        yield from (_audited(one, rules, settings) for one, _ in frozen)
+
+    return [step for _, step in frozen], audited
+
+
+def _frozen(request: AuditRequest, batch: RolloutBatch) -> Iterator[tuple[FrozenBatch, _Step]]:
+    """The optimizer steps of a batch. Raises `RolloutError`."""
+    from aggcli.auditing import freeze
+    from aggcli.layout.steps import need_whole_groups, optimizer_steps
+
+    settings, notes = request.config, tuple(f"{batch.name}: {note}" for note in batch.notes)
+    parts = optimizer_steps(batch, settings.layout.global_batch_size)
+    if bool((batch.group_S >= 0).all()):
+        for rule in [rule for rule in request.rules or MODES if rule.needs_groups][:1]:
             need_whole_groups(batch, parts, rule)
-        found += [freeze(batch, settings.objective, part) for part in parts]
-    return found
+    for part in parts:
+        one = freeze(batch, settings.objective, part)
+        longest = max(int(one.step.response_length_S.max()), 1)
+        yield one, _Step(batch.name, one.step.length_unit, longest, _layout_texts(one, settings), notes)
+        notes = ()
+
+
+def _say_notes(steps: Sequence[_Step]) -> None:
+    for step in steps:
+        for note in step.notes:
+            say(note)
+
+
+def _look(part: Part, link: Link) -> list[_Step]:
+    """The optimizer steps of a part of a source."""
+    from aggcli.policy.groups import one_thread
+
+    with one_thread():
+        return [step for batch in part.batches() for _, step in _frozen(part.task, batch)]
+
+
+def _audit_part(part: Part, link: Link) -> list[Audit]:
+    """The audit of each optimizer step of a part of a source."""
+    from aggcli.policy.groups import one_thread
+
+    request, divisor, findings = part.task
+    with one_thread():
+        rules = _chosen(request, divisor, findings)
+        return [_audited(one, rules, request.config) for batch in part.batches() for one, _ in _frozen(request, batch)]
 
 
 def _rules(request: AuditRequest, divisor: float) -> list[AuditRule]:
@@ -142,36 +218,69 @@ def _rules(request: AuditRequest, divisor: float) -> list[AuditRule]:
     return [NamedRule(rule, remark_on(rule.name)) for rule in dict.fromkeys(settled)]
 
 
-def _reducers(request: AuditRequest) -> tuple[list[AuditRule], dict[str, tuple[Finding, ...]]]:
-    from aggcli.auditing import CustomRule, diagnose, reducer_rule
-    from aggcli.objective.reducer import load_reducer
+def _chosen(request: AuditRequest, divisor: float, findings: _Findings) -> list[AuditRule]:
+    """The reducers and the rules that are audited, in order."""
+    from aggcli.auditing import CustomRule
 
-    signature, ranks, divisor = request.reducer_signature, request.reducer_ranks, request.divisor
-    if ranks not in (None, "mean", "sum"):
-        raise SettingError(f"--reducer-ranks {ranks}: must be mean or sum")
     rules: list[AuditRule] = []
-    findings: dict[str, tuple[Finding, ...]] = {}
-    for path in request.reducers:
-        try:
-            function = load_reducer(path)
-        except SettingError as error:
-            raise SettingError(str(error).replace("--custom-pg-loss-reducer-function-path", "--reducer")) from error
-        rule = reducer_rule(function, signature, ranks=ranks, divisor=divisor, name=path)  # pyright: ignore[reportArgumentType]  # checked there
-        found = diagnose(rule)
+    for path, found in findings.items():
         reason = "; ".join(str(finding) for finding in found if finding.fault)
         fails = next((finding.text for finding in found if finding.kind == "fails"), "")
-        rules.append(CustomRule(rule, reason, any(f.kind == "needs equal micro-batches" for f in found), fails))
-        findings[path] = found
-    return rules, findings
+        equal_only = any(finding.kind == "needs equal micro-batches" for finding in found)
+        rules.append(CustomRule(_reducer(request, path), reason, equal_only, fails))
+    return [*rules, *_rules(request, divisor)]
 
 
-def _audited(frozen: FrozenBatch, rules: Sequence[AuditRule], settings: RunConfig, search: bool) -> Audit:
+def _diagnosed(request: AuditRequest) -> _Findings:
+    """What is to be known of each reducer. Raises `SettingError`."""
+    from aggcli.auditing import diagnose
+
+    if request.reducer_ranks not in (None, "mean", "sum"):
+        raise SettingError(f"--reducer-ranks {request.reducer_ranks}: must be mean or sum")
+    return {path: diagnose(_reducer(request, path)) for path in request.reducers}
+
+
+def _reducer(request: AuditRequest, path: str) -> ReducerRule:
+    """The rule of the reducer at a path (pkg.mod:fn). Raises `SettingError`."""
+    from aggcli.auditing import reducer_rule
+    from aggcli.objective.reducer import load_reducer
+
+    try:
+        function = load_reducer(path)
+    except SettingError as error:
+        raise SettingError(str(error).replace("--custom-pg-loss-reducer-function-path", "--reducer")) from error
+    signature, ranks = request.reducer_signature, request.reducer_ranks
+    return reducer_rule(function, signature, ranks=ranks, divisor=request.divisor, name=path)  # pyright: ignore[reportArgumentType]  # checked there
+
+
+def _with_counterexamples(audits: Sequence[Audit], rules: Sequence[AuditRule]) -> tuple[Audit, ...]:
+    """The audits with the smallest case of each rule that varies in them, which is searched once."""
+    from aggcli.auditing import smallest_counterexample
+
+    found = {
+        rule.name: smallest_counterexample(rule)
+        for at, rule in enumerate(rules)
+        if any(audit.reports[at].verdict == "varies" for audit in audits)
+    }
+    return tuple(
+        dataclasses.replace(
+            audit,
+            reports=tuple(
+                dataclasses.replace(report, counterexample=found[report.rule]) if report.verdict == "varies" else report
+                for report in audit.reports
+            ),
+        )
+        for audit in audits
+    )
+
+
+def _audited(frozen: FrozenBatch, rules: Sequence[AuditRule], settings: RunConfig) -> Audit:
     from aggcli.auditing import audit as compare
     from aggcli.auditing import scheduled_layouts
 
     layout = settings.layout
     budget = {"max_tokens": layout.max_tokens_per_gpu, "micro_batch_size": layout.micro_batch_size}
-    return compare(frozen, rules, scheduled_layouts(frozen, _layout_texts(frozen, settings), **budget), search=search)
+    return compare(frozen, rules, scheduled_layouts(frozen, _layout_texts(frozen, settings), **budget), search=False)
 
 
 def _layout_texts(frozen: FrozenBatch, settings: RunConfig) -> tuple[str, ...]:

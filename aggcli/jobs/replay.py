@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -115,18 +115,19 @@ def replay(request: ReplayRequest, batches: Sequence[RolloutBatch] | None = None
     from aggcli.measurement.comparison import between_layouts, beyond_rounding
     from aggcli.policy.groups import one_thread
 
-    job, source, head = _prepare(request, batches, worlds.ALONE if world is None else world)
     steps: list[dict[str, Any]] = []
     comparisons: list[tuple[int, LayoutComparison]] = []
     notes: dict[str, list[int]] = {}
-    reports = source.measured(job) if isinstance(source, Parts) else job.steps(source)
-    with one_thread(), closing(reports), Recorder(request, job, head) as recorder:
-        for report in listener().follow(reports, len(source), "replaying"):
-            recorder.write(report)
-            steps.append(report.as_json())
-            comparisons.append((report.step, report.comparison))
-            for note in dict.fromkeys(report.notes):
-                notes.setdefault(note, []).append(report.step)
+    with ExitStack() as place:
+        job, source, head = _prepare(request, batches, worlds.ALONE if world is None else world, place)
+        reports = source.measured(job) if isinstance(source, Parts) else job.steps(source)
+        with one_thread(), closing(reports), Recorder(request, job, head) as recorder:
+            for report in listener().follow(reports, len(source), "replaying"):
+                recorder.write(report)
+                steps.append(report.as_json())
+                comparisons.append((report.step, report.comparison))
+                for note in dict.fromkeys(report.notes):
+                    notes.setdefault(note, []).append(report.step)
     head["modes"] = [rule for rule in head["modes"] if any(rule in step["modes"] for step in steps)]
     _say_notes(notes, len(steps))
     failure = beyond_rounding(comparisons, TOLERANCE[request.config.dtype or "float64"])
@@ -135,27 +136,20 @@ def replay(request: ReplayRequest, batches: Sequence[RolloutBatch] | None = None
 
 
 def _prepare(
-    request: ReplayRequest, given: Sequence[RolloutBatch] | None, world: World
+    request: ReplayRequest, given: Sequence[RolloutBatch] | None, world: World, place: ExitStack
 ) -> tuple[Replay, Sequence[RolloutBatch] | Any, dict[str, Any]]:
-    """The replay, its batches, and the facts that head every table and record."""
-    from aggcli.jobs.parts import Parts
+    """The replay, its batches, and the facts that head every table and record. `place` is left when the replay has ended."""
+    from aggcli.jobs.parts import in_parts
     from aggcli.jobs.steps import Replay
     from aggcli.objective.reducer import load_reducer
     from aggcli.objective.step import weighing_of
-    from aggcli.rollouts.files import is_pipe
-    from aggcli.rollouts.sources import RecordedSource, open_source
+    from aggcli.rollouts.sources import open_source
 
     config = request.config
     if given is None:
         source = open_source(config.source, config.seed)
-        apart = isinstance(source, RecordedSource) and not any(is_pipe(Path(path)) for path in config.source.rollouts)
-        if config.launch.launcher is not None and isinstance(source, RecordedSource) and apart:
-            batches = Parts(source, config.launch)
-            seen = batches.looked_at()
-        else:
-            batches, seen = _looked_through(source, len(source) == 1)
-        if config.launch.launcher not in (None, "here") and not apart:
-            say(f"--launcher {config.launch.launcher}: only files are read elsewhere; this process replays what is no file")
+        parts = place.enter_context(in_parts(source, config.launch))
+        batches, seen = _looked_through(source, len(source) == 1) if parts is None else (parts, parts.looked_at())
         origin = {"rollouts": source.name, "format": source.format}
     else:
         batches, seen = _looked_through(given, is_kept=True)

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -325,6 +325,7 @@ def _launched(launcher: Launcher, shares: Sequence[TrainingShare]) -> list[Train
     share, steps = shares[0], dict[int, int]()
     speaks = share.world.is_root
     with (
+        closing(launcher),
         _stop_requested(launcher, share.world) as asked,
         (listener() if speaks else Listener()).training(share.request.config.training.steps, len(shares)) as show,
     ):

@@ -81,6 +81,10 @@ class Launcher(Protocol):
         """Have the shares that run come to an end, and start no other. May be called by a signal handler."""
         ...
 
+    def close(self) -> None:
+        """Leave the place, where nothing runs afterwards. Until then shares may be run there again and again."""
+        ...
+
 
 def launcher_of(launch: LaunchConfig, name: str, workers: int, modules: tuple[str, ...]) -> Launcher:
     """The launcher of this name. `workers`: processes at a time; `modules`: what shares import. Raises `SettingError`."""

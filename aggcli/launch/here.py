@@ -50,3 +50,6 @@ class Here:
 
     def stop(self) -> None:
         self.is_stopping = True
+
+    def close(self) -> None:
+        """There is nothing to leave."""

@@ -170,6 +170,9 @@ class Processes:
     def stop(self) -> None:
         self.is_stopping = True
 
+    def close(self) -> None:
+        """The server stays, for whoever comes next; it ends with this process."""
+
     def _started(self, number: int, work: Work, share: Any) -> _Running:
         near, far = multiprocessing.Pipe()
         threads = max(1, cores() // self.workers)

@@ -131,10 +131,12 @@ class RayCluster:
             for ref in running:
                 with contextlib.suppress(Exception):
                     ray.cancel(ref, force=True)
-            ray.shutdown()
 
     def stop(self) -> None:
         self.is_stopping = True
+
+    def close(self) -> None:
+        _ray().shutdown()
 
 
 def _taken(board: Any, is_stopping: bool) -> list[tuple[int, Any]]:

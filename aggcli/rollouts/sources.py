@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -44,6 +44,43 @@ class Source(Protocol):
 # -- recorded files -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class RecordedPart:
+    """A part of a source, and no more than what reads it: the files of one step, or a file that holds several.
+
+    `names`: of its batches, as the whole source counts them; `config`: how to read, without the paths; `notes`: what is said of
+    the whole source, on its first batch.
+    """
+
+    step: Step
+    names: tuple[str, ...]
+    config: SourceConfig
+    notes: tuple[str, ...] = ()
+
+    def batches(self) -> Iterator[RolloutBatch]:
+        """Its batches, one a name. Raises `RolloutError`; a fault that nobody foresaw is told with the step that was being
+        read."""
+        unused, notes = self._unused(), self.notes
+        with doing(f"reading {some(self.names)}"):
+            for batch in READERS[self.step.format](self.step, self.names, self.config):
+                yield batch.derived(notes=(*notes, *unused, *batch.notes))
+                del batch
+                notes = ()
+
+    def _unused(self) -> list[str]:
+        """Settings of dumps that hold text only, given for one that has lengths of its own."""
+        if self.step.format in TEXT_ONLY:
+            return []
+        given = {"--tokenizer": self.config.tokenizer, "--length-unit": self.config.length_unit}
+        flags = [flag for flag, value in given.items() if value is not None]
+        if self.config.reward_weights is not None:
+            flags.append("--reward-weights")
+        return [f"{flag} is not used: {self.step.format} files hold {_HELD[flag]} of their own" for flag in flags]
+
+
+_HELD = {"--tokenizer": "lengths", "--length-unit": "lengths", "--reward-weights": "one reward"}
+
+
 class RecordedSource:
     """Recorded files, each one step, except for what frameworks spread over several files, and for files that hold several.
 
@@ -58,7 +95,7 @@ class RecordedSource:
         forget_pipes()
         self.name = ", ".join(config.rollouts)
         self._config = config
-        self._files = [file for path in config.rollouts for file in find_files(path, config.include_eval)]
+        self.files = [file for path in config.rollouts for file in find_files(path, config.include_eval)]
 
     @property
     def format(self) -> str:
@@ -68,61 +105,44 @@ class RecordedSource:
     def __len__(self) -> int:
         return sum(len(step.labels) for step in self._steps)
 
-    def _read(self, step: Step, names: list[str]) -> Iterator[RolloutBatch]:
-        """The batches of a step; a fault that nobody foresaw is told with the step that was being read."""
-        with doing(f"reading {some(names)}"):
-            yield from READERS[step.format](step, names, self._config)
-
     def __iter__(self) -> Iterator[RolloutBatch]:
         """Raises `RolloutError` for whatever is wrong with a file, and where lengths of two steps count different things."""
         first = None
-        for part in range(self.parts):
-            for batch in self.part(part):
+        for part in self.parts:
+            for batch in part.batches():
                 first = first or (batch.name, batch.length_unit)
                 need_one_unit(first, (batch.name, batch.length_unit))
                 yield batch
                 del batch  # which would be in memory while the next is read
 
+    @cached_property
+    def parts(self) -> list[RecordedPart]:
+        """What can be read apart from each other: what frameworks write into one file, or spread over several."""
+        found: list[RecordedPart] = []
+        config, at, notes = replace(self._config, rollouts=()), 0, self._notes
+        for step in self._steps:
+            names = tuple(f"step {number} ({label})" for number, label in enumerate(step.labels, start=at))
+            found.append(RecordedPart(step, names, config, notes))
+            at, notes = at + len(names), ()
+        return found
+
     @property
-    def parts(self) -> int:
-        """How many pieces can be read apart from each other: what frameworks write into one file, or spread over several."""
-        return len(self._steps)
-
-    def part(self, number: int) -> Iterator[RolloutBatch]:
-        """The batches of one piece, named as in the whole. Raises `RolloutError`."""
-        at, step = sum(len(before.labels) for before in self._steps[:number]), self._steps[number]
-        notes = self._unused(step) if number else self._notes(step)
-        for batch in self._read(step, [f"step {at + i} ({label})" for i, label in enumerate(step.labels)]):
-            yield batch.derived(notes=(*notes, *batch.notes))
-            del batch
-            notes = self._unused(step)
-
-    def _notes(self, step: Step) -> list[str]:
+    def _notes(self) -> tuple[str, ...]:
         """What is said of the whole source, on its first batch."""
         left = [printable(path.name) for path in self._empty]
-        empty = [f"{some(left)} {'holds' if len(left) == 1 else 'hold'} no sample: left out, and not counted as a step"]
-        return [*(empty if left else []), *self._unused(step)]
-
-    def _unused(self, step: Step) -> list[str]:
-        """Settings of dumps that hold text only, given for one that has lengths of its own."""
-        if step.format in TEXT_ONLY:
-            return []
-        given = {"--tokenizer": self._config.tokenizer, "--length-unit": self._config.length_unit}
-        flags = [flag for flag, value in given.items() if value is not None]
-        if self._config.reward_weights is not None:
-            flags.append("--reward-weights")
-        return [f"{flag} is not used: {step.format} files hold {_HELD[flag]} of their own" for flag in flags]
+        said = f"{some(left)} {'holds' if len(left) == 1 else 'hold'} no sample: left out, and not counted as a step"
+        return (said,) if left else ()
 
     @cached_property
     def _empty(self) -> list[Path]:
         """Files without a sample, where others have some."""
-        empty = [path for path in self._files if is_empty(path)] if len(self._files) > 1 else []
-        return empty if len(empty) < len(self._files) else []
+        empty = [path for path in self.files if is_empty(path)] if len(self.files) > 1 else []
+        return empty if len(empty) < len(self.files) else []
 
     @cached_property
     def _steps(self) -> list[Step]:
         wanted = self._config.rollout_format
-        files = [path for path in self._files if path not in self._empty]
+        files = [path for path in self.files if path not in self._empty]
         steps = of_ranks([step_of(path, wanted or detect_format(path)) for path in files])
         return steps if wanted else joined(steps)
 
@@ -134,9 +154,6 @@ def need_one_unit(first: tuple[str, str], other: tuple[str, str]) -> None:
             f"{other[0]} counts lengths in {unit_word(other[1])}, {first[0]} in {unit_word(first[1])}: they cannot be compared;"
             " read them one by one, or count both with --tokenizer"
         )
-
-
-_HELD = {"--tokenizer": "lengths", "--length-unit": "lengths", "--reward-weights": "one reward"}
 
 
 def of_ranks(steps: list[Step]) -> list[Step]:
