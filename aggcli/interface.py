@@ -106,8 +106,8 @@ def advantage_factors(
 
     Returns float64 [S], as `trained` comes: a tensor (on its device), an array, or a list. Exact for the policy loss, with any
     clip. KL and entropy terms are not scaled; statistics of advantages that the trainer logs after this are of the
-    scaled ones. A rule that is exact for equal micro-batches only (`aggcli modes` says which) needs those. Prompt groups
-    without a trained token are told of, since P and N count them all the same.
+    scaled ones. A rule that is exact for equal micro-batches only (`aggcli modes` says which) needs those. Prompt groups and
+    samples without a trained token are told of, since P and N count them all the same.
 
     Raises `SettingError` for a rule that the layout changes; `RolloutError` for a sample without a group under a mode that
     counts prompts, for a rule that looks at advantages without any, and for shapes that do not fit.
@@ -126,8 +126,8 @@ def advantage_factors(
     step = factors.as_step(trained, groups, rollouts, advantages)
     factors.need_groups_of(step, wanted, given)
     found_S = factors.advantage_factors(step, wanted, given)
-    for group in factors.empty_groups(step)[:1]:
-        _LOG.info(f"prompt group {step.labels.groups[group]!r} has no trained token, and counts all the same")
+    for said in factors.without_tokens(step):
+        _LOG.info(said)
     return factors.as_given(found_S, trained)
 
 

@@ -137,6 +137,10 @@ def test_a_rule_that_a_layout_changes_is_refused_by_name(under: str) -> None:
         (5, {"mode": "sample_mean"}, "^trained: must be a list, an array or a tensor with an entry for each sample, not 5$"),
         (np.array(5), {"mode": "sample_mean"}, "^trained: must be a list"),
         ([3, 1], {"mode": "prompt_mean", "groups": 0}, "^groups: must be a list"),
+        ([3, 1], {"mode": "prompt_mean", "groups": [0, None]}, "sample 1: its prompt group is missing"),
+        ([3, 1], {"mode": "prompt_mean", "groups": [0, float("nan")]}, "sample 1: "),
+        ([3, 1], {"mode": "prompt_mean", "groups": [0, {"prompt": 1}]}, "sample 1: "),
+        ([3, 1], {"mode": "prompt_mean", "groups": [0, [1]]}, "sample 1: "),
         ([3, 1], {"mode": "sampel_mean"}, "unknown loss aggregation 'sampel_mean'; did you mean 'sample_mean'"),
     ],
 )
@@ -153,6 +157,19 @@ def test_a_group_without_a_trained_token_is_told_of(caplog: pytest.LogCaptureFix
     # wanted 1/(N T_p) = 1/(4 * 4), given 1/4
     assert found == [0.25, 0.25, 1, 1]
     assert [record.message for record in caplog.records] == ["prompt group 9 has no trained token, and counts all the same"]
+
+
+def test_all_groups_and_samples_without_a_trained_token_are_told_of_in_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="aggcli"):
+        found = aggcli.advantage_factors([2, 0, 0, 0], ["a", "a", "b", "c"], mode="prompt_mean", under="trl:dapo")
+        aggcli.advantage_factors([2, 0, 0], mode="sample_mean", under="trl:dapo")
+    # wanted 1/(N T_p) = 1/(4 * 2), given 1/2
+    assert found == [0.25, 1, 1, 1]
+    assert [record.message for record in caplog.records] == [
+        "prompt groups 'b', 'c' have no trained token, and count all the same",
+        "sample 1 has no trained token: it counts all the same, and its factor is 1",
+        "samples 1, 2 have no trained token: they count all the same, and their factors are 1",
+    ]
 
 
 def test_samples_of_one_rollout_count_once_by_hand() -> None:

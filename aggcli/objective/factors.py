@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aggcli.errors import RolloutError, SettingError
+from aggcli.errors import RolloutError, SettingError, some
 from aggcli.objective.weights import masked_weights
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
@@ -64,11 +64,26 @@ def need_groups_of(step: RolloutBatch, *rules: Rule) -> None:
         )
 
 
-def empty_groups(step: RolloutBatch) -> list[int]:
-    """The prompt groups (dense ids) of which no token is trained."""
-    groups = step.group_S[step.group_S >= 0].unique()
-    held = step.group_S[step.mask_sum_S() > 0].unique()
-    return groups[~torch.isin(groups, held)].tolist()
+def without_tokens(step: RolloutBatch) -> list[str]:
+    """In words: the prompt groups of which no token is trained, and the samples of other groups of which none is."""
+    is_empty_S = step.mask_sum_S() == 0
+    groups = step.group_S[step.group_S != NO_GROUP].unique()
+    empty = groups[~torch.isin(groups, step.group_S[~is_empty_S])]
+    samples = (is_empty_S & ~torch.isin(step.group_S, empty)).nonzero().flatten().tolist()
+    named = [repr(step.labels.groups[group]) for group in empty.tolist()]
+    said = []
+    if named:
+        those = f"prompt group {named[0]} has" if len(named) == 1 else f"prompt groups {some(named)} have"
+        said.append(f"{those} no trained token, and {'counts' if len(named) == 1 else 'count'} all the same")
+    if samples:
+        those = f"sample {samples[0]} has" if len(samples) == 1 else f"samples {some(samples)} have"
+        it = (
+            "it counts all the same, and its factor is"
+            if len(samples) == 1
+            else "they count all the same, and their factors are"
+        )
+        said.append(f"{those} no trained token: {it} 1")
+    return said
 
 
 def as_step(trained: Any, groups: Any, rollouts: Any, advantages: Any) -> RolloutBatch:
