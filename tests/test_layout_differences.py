@@ -123,7 +123,10 @@ def comparison(largest: Difference | None, *, exact=("token_mean",), moving=None
     return LayoutComparison(layouts, exact, largest, moving or {})
 
 
-LEFT_OUT = "; not compared: micro_batches, and what the whole step gives once for all layouts (pass@k, groups, weight shares)"
+LEFT_OUT = (
+    "; not compared: micro_batches, and what the whole step gives once for all layouts (pass@k, groups, shares of weight and"
+    " gradient)"
+)
 
 
 def test_a_difference_is_measured_against_the_sum_of_absolute_terms() -> None:

@@ -20,6 +20,7 @@ from aggcli.world import ALONE
 from tests import closed_form
 from tests.cli import aggcli
 from tests.fixtures import MODES, batch_of, rules_named
+from tests.test_policy_losses import HIGH, LOSSES, LOW, by_hand
 from tests.tiny_models import FAMILIES, tiny
 
 LENGTHS = (1, 3, 4, 8, 2, 6)
@@ -92,6 +93,42 @@ def test_norms_and_cosines_are_those_of_gradients_taken_one_by_one(family: str) 
             assert mine == pytest.approx(theirs, abs=1e-10)
     spread = [value for row in cosines_of(found.by_parameters[WHOLE]) for value in row if value is not None]
     assert min(spread) < 0.98, "modes that hardly differ would be no test"
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_of_each_policy_loss_is_weight_times_slope_through_the_models_own_log_probabilities(name: str) -> None:
+    """By parameters: the log-probabilities' gradients, each times its closed form; by log-probabilities: the closed form."""
+    module, samples = tiny(FAMILIES[0]), _samples()
+    generator = torch.Generator().manual_seed(5)
+    new: list[Tensor] = []
+    for sample in samples:
+        ids, length = torch.tensor(sample["tokens"]), sample["response_length"]
+        all_LV = torch.log_softmax(module(input_ids=ids[None]).logits[0], -1)[-length - 1 : -1]
+        new.append(all_LV.gather(1, ids[-length:, None])[:, 0])
+        noise_T = 0.3 * torch.randn(length, generator=generator, dtype=torch.float64)
+        sample |= {"log_probs": new[-1].tolist(), "old_log_probs": (new[-1].detach() + noise_T).tolist()}
+        sample["advantage"] = sample["advantage"][0]
+    config = settings_from({"dtype": "float64", "policy_loss": name, "eps_clip": LOW, "eps_clip_high": HIGH})
+    objectives = [config.objective.under(rule) for rule in rules_named(("sample_mean", "token_mean"), config.objective)]
+    runs = [RunSpec(objective.loss_aggregation.name, 0, objective, 0.0) for objective in objectives]
+    step = batch_of(samples)
+    tokens_SL = torch.zeros(len(samples), 11, dtype=torch.int64)
+    for at, sample in enumerate(samples):
+        tokens_SL[at, : sample["total_length"]] = torch.tensor(sample["tokens"])
+    policy = causal_start(module, config).stack([0.0], ALONE)
+    layout = parse_layout("dp1:first-fit@20")  # several micro-batches
+    found = mode_gradients(policy, runs, step, tokens_SL, layout, config.objective, step.old_log_probs_T)
+    _, slopes = by_hand(name, samples)
+    named = list(module.named_parameters())
+    by_hand_MQ, by_token_MT = [], []
+    for mode in ("sample_mean", "token_mean"):
+        slope_T = torch.tensor(closed_form.gradient(closed_form.weights(samples, mode), slopes), dtype=torch.float64)
+        parts = torch.autograd.grad(torch.cat(new), [value for _, value in named], slope_T, retain_graph=True)
+        by_hand_MQ.append(torch.cat([part.flatten() for part in parts]))
+        by_token_MT.append(slope_T)
+    flat_MQ, flat_MT = torch.stack(by_hand_MQ), torch.stack(by_token_MT)
+    torch.testing.assert_close(found.by_parameters[WHOLE], flat_MQ @ flat_MQ.mT, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.by_log_probs_MM, flat_MT @ flat_MT.mT, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow

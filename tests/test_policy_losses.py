@@ -1,11 +1,12 @@
-"""The policy losses against independent ones: polgrad's (gspo, cispo, ppo) and the formula of SAPO by complex steps, value and
-gradient; and through the replay, under every mode and layout."""
+"""The policy losses against independent ones: polgrad's (gspo, cispo, ppo), the formula of SAPO by complex steps and DPPO's in
+plain numbers, value and gradient; through the replay, under every mode and layout; and through the training step."""
 
 from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,17 @@ from polgrad.losses import ClipConfig, PolicyLossConfig, RatioKind, SurrogateKin
 from torch import Tensor
 
 from aggcli.config import settings_from
-from aggcli.objective.policy_loss import clipped_log_ratio, policy_terms
+from aggcli.layout.schedule import parse_layout
+from aggcli.objective.policy_loss import averaged_log_ratio, policy_terms
+from aggcli.training.stack import RunSpec
+from aggcli.training.step import step_gradient, step_tokens
+from aggcli.world import ALONE
+from tests import closed_form
 from tests.cli import aggcli, compared, exactly, per_layout, refused, write_jsonl
-from tests.fixtures import random_fanout
+from tests.fixtures import MODES, Sample, batch_of, random_fanout, rules_named
+from tests.test_training_update import Table
 
-LOSSES = ("ppo", "gspo", "gmpo", "cispo", "sapo")
+LOSSES = ("ppo", "gspo", "gmpo", "cispo", "sapo", "dppo")
 LOW, HIGH = 0.1, 0.15
 CLIP = ClipConfig(LOW, HIGH)
 ORACLES = {
@@ -36,6 +43,15 @@ def sapo(new: complex, old: float, advantage: float) -> complex:
     return -4 / tau / (1 + cmath.exp(-tau * (cmath.exp(new - old) - 1))) * advantage
 
 
+def dppo(new: float, old: float, advantage: float, most: float = math.inf) -> tuple[float, float]:
+    """Value and slope of DPPO's Binary-TV: -min(r, most) A log pi, nothing where the probability has moved with the advantage
+    by more than the clip (sail-sg/Stable-RL, `dppo_binary_tv`)."""
+    moved = math.exp(new) - math.exp(old)
+    is_out = moved > HIGH if advantage > 0 else moved < -LOW
+    slope = 0.0 if is_out else -min(math.exp(new - old), most) * advantage
+    return slope * new, slope
+
+
 def rows() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log-probabilities now and before [B, T], advantages [B], mask [B, T]: ragged, with holes, ratios far from 1."""
     draw = torch.Generator().manual_seed(3)
@@ -48,12 +64,14 @@ def rows() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return new, old, advantage, mask
 
 
-def own(name: str, new: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def own(
+    name: str, new: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, **settings: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Loss, its slope and clips of each token as this project has them, of rows [B, T]."""
-    objective = settings_from({"policy_loss": name, "eps_clip": LOW, "eps_clip_high": HIGH}).objective
+    objective = settings_from({"policy_loss": name, "eps_clip": LOW, "eps_clip_high": HIGH, **settings}).objective
     by = new.clone().requires_grad_()
     spread = advantage[:, None].expand_as(new)
-    ratio = clipped_log_ratio(new - old, spread, objective) if name == "gmpo" else new - old
+    ratio = averaged_log_ratio(new, old, spread, mask, objective)
     mean = torch.stack([ratio[at][mask[at]].mean() for at in range(len(new))])[:, None].expand_as(new)
     by_T, old_T, advantage_T, mask_T, mean_T = (one.reshape(-1) for one in (by, old, spread, mask, mean))
     terms = policy_terms(by_T, old_T, advantage_T, mask_T, objective, sequence_log_ratio_T=mean_T)
@@ -122,6 +140,19 @@ def test_sapo_is_its_formula_and_its_slope_that_of_a_complex_step() -> None:
         assert float(slope[row, at]) == pytest.approx(step.imag / 1e-30, abs=1e-12)
 
 
+@pytest.mark.parametrize("most", [None, 1.1])
+def test_dppo_is_its_formula_and_masks_by_how_far_a_probability_has_moved(most: float | None) -> None:
+    new, old, advantage, mask = rows()
+    value, slope, clipped = own("dppo", new, old, advantage, mask, eps_clip_c=most)
+    assert clipped is not None
+    for row, at in mask.nonzero().tolist():
+        numbers = float(new[row, at]), float(old[row, at]), float(advantage[row])
+        expected = dppo(*numbers, *([] if most is None else [most]))
+        assert (float(value[row, at]), float(slope[row, at])) == pytest.approx(expected, abs=1e-12)
+        assert bool(clipped[row, at]) == (expected[1] == 0 and numbers[2] != 0)
+    assert 0.05 < float(clipped[mask].mean()) < 0.9
+
+
 def test_at_ratio_1_every_loss_has_the_gradient_minus_the_advantage() -> None:
     _, old, advantage, mask = rows()
     wanted = torch.where(mask, -advantage[:, None], 0.0)
@@ -133,18 +164,19 @@ def test_at_ratio_1_every_loss_has_the_gradient_minus_the_advantage() -> None:
 # -- through the replay ---------------------------------------------------------------------------------------------
 
 
-def by_hand(name: str, samples: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Loss under token_mean and the norm of its gradient, in plain Python, one token after the other."""
-    total = sum(sum(one["loss_mask"]) for one in samples)
-    loss = squares = 0.0
-    for one in samples:
-        streams = zip(one["log_probs"], one["old_log_probs"], one["loss_mask"], strict=True)
+def by_hand(name: str, samples: Sequence[Sample]) -> tuple[list[list[float]], list[list[float]]]:
+    """Loss and slope of each token, 0 where it is masked, in plain Python, one token after the other."""
+    values, slopes = [], []
+    for one, masks in zip(samples, closed_form.masks(samples), strict=True):
+        streams = list(zip(one["log_probs"], one["old_log_probs"], masks, strict=True))
         trained = [(new, old) for new, old, mask in streams if mask]
         A = one["advantage"]
+        values.append([])
+        slopes.append([])
         sequence = math.exp(math.fsum(new - old for new, old in trained) / len(trained)) if trained else 1.0
         least = [min(math.exp(n - o), 1 + HIGH) if A > 0 else max(math.exp(n - o), 1 - LOW) for n, o in trained]
         mean = math.prod(least) ** (1 / len(trained)) if trained else 1.0
-        for new, old in trained:
+        for new, old, mask in streams:
             r = sequence if name == "gspo" else math.exp(new - old)
             if name == "sapo":
                 step = sapo(complex(new, 1e-30), old, A)
@@ -154,11 +186,14 @@ def by_hand(name: str, samples: Sequence[Mapping[str, Any]]) -> tuple[float, flo
             elif name == "cispo":
                 slope = -min(r, 1 + HIGH) * A
                 value = slope * new
+            elif name == "dppo":
+                value, slope = dppo(new, old, A)
             else:
                 bound = -min(max(r, 1 - LOW), 1 + HIGH) * A
                 value, slope = max(-r * A, bound), 0.0 if bound > -r * A else -r * A
-            loss, squares = loss + value / total, squares + (slope / total) ** 2
-    return loss, math.sqrt(squares)
+            values[-1].append(value if mask else 0.0)
+            slopes[-1].append(slope if mask else 0.0)
+    return values, slopes
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -166,11 +201,49 @@ def test_a_replay_has_the_loss_and_gradient_by_hand_under_every_layout(capsys, t
     samples = random_fanout()
     flags = ("--policy-loss", name, "--eps-clip", LOW, "--eps-clip-high", HIGH, "--layouts", "dp1,dp2cp2:balanced@40,dp4:mb1")
     told = compared(capsys, tmp_path, samples, "--modes", "token_mean,sample_mean", *flags)
-    loss, norm = by_hand(name, samples)
+    values, slopes = by_hand(name, samples)
+    weights = closed_form.weights(samples, "token_mean")
+    loss, norm = closed_form.weighted(weights, values), math.hypot(*closed_form.gradient(weights, slopes))
     assert told.modes["token_mean"]["pg_loss"] == pytest.approx(loss, rel=1e-12)
     assert told.modes["token_mean"]["grad_norm_log_probs"] == pytest.approx(norm, rel=1e-12)
     assert per_layout(told, "token_mean", "pg_loss") == [exactly(loss)] * 4
     assert ("pg_clipfrac" in told.modes["token_mean"]) == (name != "sapo")
+
+
+# -- through the training step --------------------------------------------------------------------------------------
+
+
+def trained(name: str, samples: Sequence[Sample], mode: str, *, is_first: bool) -> list[float]:
+    """d loss / d log-probability of each token by the training step, in micro-batches of three samples, of a policy whose
+    parameters are the log-probabilities; `is_first`: it is its own old policy."""
+    given = {"policy_loss": name, "eps_clip": LOW, "eps_clip_high": HIGH, "loss_aggregation_divisor": 10.0}
+    objective = settings_from({**given, "loss_aggregation": "constant"}).objective
+    (rule,) = rules_named((mode,), objective)
+    step = batch_of(samples)
+    assert step.log_probs_T is not None
+    assert step.old_log_probs_T is not None
+    real_SC = torch.arange(int(step.response_length_S.max())) < step.response_length_S[:, None]
+    table_1SC = torch.zeros(1, *real_SC.shape, dtype=torch.float64)
+    table_1SC[0][real_SC] = step.log_probs_T.double()
+    tokens = step_tokens(step, [RunSpec(mode, 0, objective.under(rule), 1.0)], parse_layout("dp1"), torch.float64)
+    tokens = tokens.beside(None if is_first else step.old_log_probs_T.double(), None)
+    number_SL = torch.arange(step.num_samples)[:, None].expand(-1, int(step.total_length_S.max()))
+    rows = list(torch.arange(step.num_samples)[None].split(3, dim=1))
+    policy: Any = Table(table_1SC.requires_grad_())
+    of_others = replace(objective, eps_clip=0.5, eps_clip_high=0.5)  # the clip is the run's own
+    found = step_gradient(policy, rows, step, number_SL, tokens, of_others, ALONE)
+    return found.gradient_RQ.view(real_SC.shape)[real_SC].tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_training_step_has_the_gradient_by_hand_and_at_ratio_1_that_of_every_other_loss(name: str, mode: str) -> None:
+    samples = random_fanout()
+    weights = closed_form.weights(samples, mode)
+    _, slopes = by_hand(name, samples)
+    assert trained(name, samples, mode, is_first=False) == pytest.approx(closed_form.gradient(weights, slopes), abs=1e-12)
+    plain = [[-one["advantage"]] * one["response_length"] for one in samples]
+    assert trained(name, samples, mode, is_first=True) == pytest.approx(closed_form.gradient(weights, plain), abs=1e-12)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
@@ -184,7 +257,6 @@ def test_a_replay_has_the_loss_and_gradient_by_hand_under_every_layout(capsys, t
             "--policy-loss gspo is of the ratio, and needs log_probs and old_log_probs",
         ),
         (("replay", "{}", "--policy-loss", "sapo", "--eps-clip-c", 3), "--eps-clip-c: sapo has no clipped loss"),
-        (("train", "--policy-loss", "cispo"), "--policy-loss cispo: training is by ppo"),
     ],
 )
 def test_what_a_loss_cannot_be_used_for_is_one_line(capsys, tmp_path: Path, arguments: Sequence[Any], said: str) -> None:

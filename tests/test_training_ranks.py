@@ -36,6 +36,13 @@ def test_bfloat16_under_context_parallelism_moves_the_parameters_where_one_rank_
     assert 0 < max(entry["parameters"].values()) < 0.2 * entry["moved"], "autocast rounds, and that is all it does"
 
 
+def test_the_ratio_of_a_whole_response_is_that_of_one_rank_where_context_parallel_ranks_hold_its_parts(trained) -> None:
+    entry = trained["gspo", "all", "dp2cp2"]
+    assert entry["moved"] > 1e-4
+    assert entry["parameters"] == pytest.approx(dict.fromkeys(MODES, 0.0), abs=1e-10)
+    assert entry["metrics"] < 1e-10
+
+
 def test_ranks_without_a_sample_change_nothing(trained) -> None:
     entry = trained["idle ranks", "all", "dp4"]
     assert entry["moved"] > 1e-4

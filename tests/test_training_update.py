@@ -192,7 +192,7 @@ PRESETS = [
 OF_PRESET = {"trl:grpo": "sample_mean", "trl:dr_grpo": "constant", "trl:dapo": "token_mean"}
 
 
-class _Table:
+class Table:
     """A policy of one run whose parameters are the log-probabilities themselves; a row's first token is its number."""
 
     device, runs = torch.device("cpu"), slice(0, 1)
@@ -200,7 +200,7 @@ class _Table:
     def __init__(self, table_1SC: Tensor) -> None:
         self.table_1SC = table_1SC
 
-    def passes(self) -> list[_Table]:
+    def passes(self) -> list[Table]:
         return [self]
 
     def no_gradient(self) -> Tensor:
@@ -239,7 +239,7 @@ def _step(mode: str, divisor: float | None, scale: str, split: list[list[list[in
     tokens = type(tokens)(**{**vars(tokens), "old_log_probs_T": step.old_log_probs_T.double()})
     rows = [torch.tensor([part]) for rank in split for part in rank]
     number_SL = torch.arange(len(samples))[:, None].expand(-1, int(step.total_length_S.max()))
-    found = step_gradient(cast(Policy, _Table(leaf)), rows, step, number_SL, tokens, config.objective, ALONE)
+    found = step_gradient(cast(Policy, Table(leaf)), rows, step, number_SL, tokens, config.objective, ALONE)
     reporter = Reporter(config, parse_layout("dp1"), (), 64, ALONE)
     (report,) = reporter.step(0, {0: run}, step, tokens, found, [{}], [{}], is_checked=False)
     gradient_SC = found.gradient_RQ.view(len(samples), longest)

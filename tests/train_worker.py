@@ -56,6 +56,7 @@ CASES = [
 ]
 """The first of each recipe, one rank and one micro-batch, is what the others are compared with."""
 FURTHER: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+    ("gspo", ("dp1", "dp2cp2"), {"policy_loss": "gspo", "num_iterations": 3, "steps": 1, "micro_batch_size": 2, "lr": 0.01}),
     ("bfloat16", ("dp1", "dp1cp2"), {"dtype": "bfloat16", "steps": 2, "optimizer": "sgd", "lr": 0.1}),
     ("idle ranks", ("dp1", "dp4"), {"rollout_batch_size": 1, "n_samples_per_prompt": 2, "steps": 3, "temperature": 1.3}),
 )

@@ -62,7 +62,14 @@ def _one_of(*values: Any) -> Schema:
 _COUNTED = frozenset({"rollouts", "prompt groups"})
 """Units of numbers from the global view that are whole."""
 _OF_THE_MODE = frozenset(
-    {"trained tokens", "trained rollouts", "the policy's parameters", "the mode's total weight", "the rollout step"}
+    {
+        "trained tokens",
+        "trained rollouts",
+        "the policy's parameters",
+        "the mode's total weight",
+        METRICS["gradient_share/correct"].over,
+        "the rollout step",
+    }
 )
 """What numbers from the global view are over that only metrics.jsonl has: no layout could change them."""
 

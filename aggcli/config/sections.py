@@ -40,17 +40,19 @@ class ObjectiveConfig:
     advantages: Literal["auto", "recorded", "grpo", "mean_only"] = "auto"
     """Where advantages come from. grpo: (reward - group mean)/(std + 1e-6), std with n-1; mean_only: reward - group mean;
     recorded: the file's own; auto: the file's own where it has them, else grpo."""
-    policy_loss: Literal["ppo", "gspo", "gmpo", "cispo", "sapo"] = "ppo"
-    """What the weight of a token multiplies. For recorded rollouts, with log_probs and old_log_probs. ppo: the clipped ratio;
-    gspo: clipped by the ratio of the whole response, to the power 1 over its trained tokens; gmpo: that of clipped ratios;
-    cispo: the ratio, cut above 1 + eps_clip_high and held constant; sapo: a smooth gate of the ratio, temperatures 1 and 1.05.
-    At ratio 1 all have one gradient."""
+    policy_loss: Literal["ppo", "gspo", "gmpo", "cispo", "sapo", "dppo"] = "ppo"
+    """What the weight of a token multiplies. A replay needs log_probs and old_log_probs for all but ppo. ppo: the clipped
+    ratio; gspo: clipped by the ratio of the whole response, to the power 1 over its trained tokens; gmpo: that of clipped
+    ratios; cispo: the ratio, cut above 1 + eps_clip_high and held constant; sapo: a smooth gate of the ratio, temperatures 1
+    and 1.05; dppo: the ratio, 0 where the token's probability rose by more than eps_clip_high (advantage above 0) or fell by
+    more than eps_clip (below 0). At ratio 1 all have one gradient."""
     eps_clip: float = 0.2
     """Clip the ratio below 1 - X."""
     eps_clip_high: float | None = None
     """Clip above 1 + X (default: --eps-clip)."""
     eps_clip_c: float | None = None
-    """Dual clip: at negative advantages the loss is at most -X * advantage. X must exceed 1. Off by default."""
+    """Dual clip: at negative advantages the loss is at most -X * advantage; of dppo: the ratio is at most X. X must exceed 1.
+    Off by default."""
     kl_coef: float = 0.0
     """Weight of kl_loss in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

@@ -152,11 +152,6 @@ def refuse(request: TrainingRequest) -> None:
             "--custom-pg-loss-reducer-function-path: training weighs tokens by --loss-aggregation; a reducer of your own can be"
             " replayed (--rollouts without --train) and audited"
         )
-    if objective.policy_loss != "ppo":
-        raise SettingError(
-            f"--policy-loss {objective.policy_loss}: training is by ppo; others can be replayed (--rollouts without --train)"
-            " and audited"
-        )
     if any(layout.is_recorded for layout in layouts_of(config.layout, has_recorded=False)):
         raise SettingError("--layouts recorded: training makes its own schedules; name a layout such as dp2:balanced")
     if objective.advantages == "recorded" and not config.source.rollouts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class LocalView:
     `response_length_S`, `total_length_S`, `mask_sum_S` (trained tokens of the whole sample, over all context-parallel ranks),
     `rollout_share_S` (1 over the number of training samples of its rollout), `micro_batch_S`. Per token, only the tokens this
     rank computes, micro-batch after micro-batch and sample after sample [T]: `tokens`, by field name; `weights`, by aggregation
-    rule; `step_position_T`, positions in the step's flat arrays. `order_S` lists the samples in the order of the tokens, and
+    rule; `step_position_T`, positions in the step's flat arrays. `sequences`: numbers of whole samples, by name, in partition
+    order. `order_S` lists the samples in the order of the tokens, and
     `token_count_S` how many tokens each of those has here.
 
     `counts_samples` is true on one context-parallel rank of each data-parallel rank, so that per-sample numbers are
@@ -68,6 +70,7 @@ class LocalView:
     rollout_share_S: Tensor
     tokens: dict[str, Tensor]
     weights: dict[str, Tensor]
+    sequences: dict[str, Tensor]
     order_S: Tensor
     token_count_S: Tensor
     step_position_T: Tensor
@@ -83,14 +86,15 @@ def cut(
     *,
     tokens: Mapping[str, Tensor],
     weights: Mapping[str, Tensor | Spread],
+    sequences: Mapping[str, Tensor] = MappingProxyType({}),
     only: int | None = None,
 ) -> list[LocalView]:
     """Cut one optimizer step into the local views of all ranks, data-parallel rank by rank, context-parallel within.
 
-    `tokens`, `weights`: the flat [T] arrays to hand out, by name. Idle ranks get empty views. `only`: the view of this rank
-    alone.
+    `tokens`, `weights`: the flat [T] arrays to hand out, by name; `sequences`: those of a number a sample, [S]. Idle ranks get
+    empty views. `only`: the view of this rank alone.
     """
-    whole = _Whole(step, tokens, weights)
+    whole = _Whole(step, tokens, weights, sequences)
     return [
         view
         for held in _held(schedule)
@@ -106,6 +110,7 @@ def cut_in_pieces(
     *,
     tokens: Mapping[str, Tensor],
     weights: Mapping[str, Tensor | Spread],
+    sequences: Mapping[str, Tensor] = MappingProxyType({}),
     tokens_of_piece: int = TOKENS_OF_PIECE,
 ) -> Iterator[Iterator[list[LocalView]]]:
     """What `cut` gives, without a second copy of the step: data-parallel rank by rank, some samples at a time.
@@ -113,7 +118,7 @@ def cut_in_pieces(
     Each rank's pieces hold consecutive samples of its partition, of about `tokens_of_piece` response tokens together, and are
     made when they are asked for; a piece is one view for each context-parallel rank. An idle rank has one piece, empty.
     """
-    whole = _Whole(step, tokens, weights)
+    whole = _Whole(step, tokens, weights, sequences)
     for held in _held(schedule):
         ends_S = step.response_length_S[held.sample_S].cumsum(0)
         piece_S = (ends_S - 1).clamp(min=0) // tokens_of_piece
@@ -147,8 +152,14 @@ def _held(schedule: Schedule) -> Iterator[_Held]:
 class _Whole:
     """The step that views are cut from."""
 
-    def __init__(self, step: RolloutBatch, tokens: Mapping[str, Tensor], weights: Mapping[str, Tensor | Spread]) -> None:
-        self.step, self.tokens, self.weights = step, tokens, weights
+    def __init__(
+        self,
+        step: RolloutBatch,
+        tokens: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor | Spread],
+        sequences: Mapping[str, Tensor],
+    ) -> None:
+        self.step, self.tokens, self.weights, self.sequences = step, tokens, weights, sequences
         self.truncated_S = step.truncated_S
         self.mask_sum_S, self.share_S = step.mask_sum_S(), rollout_share(step.rollout_S)
 
@@ -176,6 +187,7 @@ class _Whole:
                     rollout_share_S=self.share_S[held_S],
                     tokens={name: value_T[at_T] for name, value_T in self.tokens.items()},
                     weights={rule: _taken(weight, at_T, in_order_S, sample_T[mine_T]) for rule, weight in self.weights.items()},
+                    sequences={name: value_S[held_S] for name, value_S in self.sequences.items()},
                     order_S=held.order_S,
                     token_count_S=torch.bincount(sample_T[mine_T], minlength=in_order_S.numel()),
                     step_position_T=at_T,

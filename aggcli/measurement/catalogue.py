@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Reduction = Literal["weighted", "mean", "count", "max", "norm", "global"]
+Reduction = Literal["weighted", "mean", "effective", "count", "max", "norm", "global"]
 """How a number crosses ranks, and what a single rank's value is:
 
 weighted: sum over tokens of weight times value; a rank's value is its share, and shares sum to the reduced value.
 mean: (sum, count), divided once at the end; a rank's value is its own mean, blank where it counted nothing.
+effective: (sum)^2 / (sum of squares), divided once at the end; a rank's value is that of its own terms.
 count: a sum; a rank's value is its own count.
 max: a maximum.
 norm: square root of a sum of squares; a rank's value is its own norm.
@@ -34,6 +35,7 @@ class Metric:
     better: Literal["higher", "lower"] | None = None
 
 
+_OF_GRADIENT = "the mode's sum of |w_t * c_t|, c_t = d pg_loss_t / d log-probability"
 _LENGTH_BINS = {"p25": "0 to 25 %", "p50": "25 to 50 %", "p75": "50 to 75 %", "p100": "75 to 100 %"}
 
 METRICS = {
@@ -52,7 +54,7 @@ METRICS = {
             "share",
             "trained tokens, by the metric weights",
             "weighted",
-            "tokens whose clip binds: -clip(r)*A > -r*A; of cispo those whose ratio is cut",
+            "tokens whose clip binds: -clip(r)*A > -r*A; of cispo those whose ratio is cut, of dppo those that are masked",
         ),
         Metric(
             "pg_clipfrac_dual",
@@ -89,6 +91,56 @@ METRICS = {
             "trained tokens, by the metric weights",
             "weighted",
             "|trainer's - inference engine's log-probability|",
+        ),
+        Metric(
+            "sampler_mismatch/sequence_sum",
+            "nats",
+            "training samples with a trained token",
+            "mean",
+            "|sum over a sample's trained tokens of trainer's - inference engine's log-probability|",
+        ),
+        Metric(
+            "sampler_mismatch/sequence_mean",
+            "nats",
+            "training samples with a trained token",
+            "mean",
+            "|mean over a sample's trained tokens of trainer's - inference engine's log-probability|",
+        ),
+        Metric(
+            "sequence_ratio/log_sum",
+            "nats",
+            "training samples with a trained token",
+            "mean",
+            "sum over a sample's trained tokens of new - old log-probability: the log of the whole response's ratio",
+        ),
+        Metric(
+            "sequence_ratio/log_mean",
+            "nats",
+            "training samples with a trained token",
+            "mean",
+            "mean over a sample's trained tokens of new - old log-probability: the log of GSPO's ratio",
+        ),
+        Metric(
+            "sequence_ratio/clipfrac",
+            "share",
+            "training samples with a trained token",
+            "mean",
+            "samples at which the clip binds on GSPO's ratio s: -clip(s)*A > -s*A; of one whose tokens differ in advantage, the"
+            " share of its trained tokens",
+        ),
+        Metric(
+            "importance_ess/tokens",
+            "tokens",
+            "trained tokens",
+            "effective",
+            "effective sample size of the ratios: (sum r_t)^2 / sum r_t^2; all trained tokens when exactly on-policy",
+        ),
+        Metric(
+            "importance_ess/samples",
+            "training samples",
+            "training samples with a trained token",
+            "effective",
+            "effective sample size of whole responses: (sum R)^2 / sum R^2, R the product of a sample's ratios",
         ),
         Metric("ratio_max", "", "trained tokens", "max", "largest importance ratio exp(new - old)"),
         Metric(
@@ -270,6 +322,19 @@ METRICS = {
             "the mode's total weight",
             "global",
             "weight on groups without a right rollout",
+        ),
+        *(
+            Metric(f"gradient_share/{part}", "share", _OF_GRADIENT, "global", f"of that sum, what is on {of}")
+            for part, of in {
+                **{f"length_{bin_}": f"responses of {of} of the maximum response length" for bin_, of in _LENGTH_BINS.items()},
+                "correct": "correct rollouts",
+                "incorrect": "incorrect rollouts",
+                "positive_advantage": "tokens of positive advantage",
+                "negative_advantage": "tokens of negative advantage",
+                "all_right_groups": "groups without a wrong rollout",
+                "all_wrong_groups": "groups without a right rollout",
+                "clipped": "tokens whose clip binds (pg_clipfrac): 0 of ppo, gspo, gmpo and dppo, whose slope is 0 there",
+            }.items()
         ),
     )
 }

@@ -162,7 +162,7 @@ def _on_exact(steps: Sequence[LayoutComparison], layouts: Sequence[str]) -> list
         )
     return [
         f"between the layouts {where}, under {under}: all numbers that ranks add up are {far}; not compared: micro_batches, and"
-        " what the whole step gives once for all layouts (pass@k, groups, weight shares)"
+        " what the whole step gives once for all layouts (pass@k, groups, shares of weight and gradient)"
     ]
 
 

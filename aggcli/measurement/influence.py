@@ -1,6 +1,9 @@
-"""What an aggregation does to a batch: where its weight goes, and how many tokens really count."""
+"""What an aggregation does to a batch: where its weight and its gradient go, and how many tokens really count."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -9,8 +12,12 @@ from aggcli.measurement.catalogue import LENGTH_BINS, checked
 from aggcli.measurement.groups import correct_per_group
 from aggcli.measurement.local import MeasureConfig, is_correct, length_bins
 from aggcli.measurement.report import Values
+from aggcli.measurement.tokens import token_numbers
 from aggcli.objective.advantages import distinct_rollouts, group_statistics
-from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, group_of_rollout
+from aggcli.objective.step import StepInputs
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, Spread, group_of_rollout
+
+_OF_THE_POLICY_LOSS = ("loss_mask", "log_probs", "old_log_probs", "advantages", "sequence_log_ratio")
 
 
 def influence(step: RolloutBatch, weight_T: Tensor, config: MeasureConfig) -> Values:
@@ -23,25 +30,45 @@ def influence(step: RolloutBatch, weight_T: Tensor, config: MeasureConfig) -> Va
     for chunk, sample_C in step.token_chunks():
         weight_S.index_add_(0, sample_C, weight_T[chunk])
     total, squares = float(weight_S.sum()), float(weight_T @ weight_T)
-    values: Values = {"effective_tokens": total * total / squares if squares else None}
-
-    def share(name: str, chosen: Tensor, of: Tensor) -> None:
-        values[f"weight_share/{name}"] = float(where_true(of, chosen).sum()) / total if total else None
-
-    bins_S = length_bins(step.response_length_S, config.max_response_length)
-    for at, label in enumerate(LENGTH_BINS):
-        share(f"length_{label}", bins_S == at, weight_S)
-    if step.reward_S is not None:
-        correct_S = is_correct(step.reward_S, config.correct_threshold)
-        share("correct", correct_S, weight_S)
-        share("incorrect", ~correct_S & ~step.reward_S.isnan(), weight_S)
-        _group_shares(step, config, weight_S, share)
+    parts = _by_sample(step, config, weight_S)
     if step.advantages_T is not None:
         mask_T, advantages_T = step.loss_mask_T, step.advantages_T
-        share("positive_advantage", (advantages_T > 0).logical_and_(mask_T), weight_T)
-        share("negative_advantage", (advantages_T < 0).logical_and_(mask_T), weight_T)
-        share("zero_advantage", (advantages_T != 0).logical_and_(mask_T).logical_not_(), weight_T)
-    return checked(values)
+        parts["positive_advantage"] = _sum_where(weight_T, (advantages_T > 0).logical_and_(mask_T))
+        parts["negative_advantage"] = _sum_where(weight_T, (advantages_T < 0).logical_and_(mask_T))
+        parts["zero_advantage"] = _sum_where(weight_T, (advantages_T != 0).logical_and_(mask_T).logical_not_())
+    return checked({"effective_tokens": total * total / squares if squares else None, **_shares("weight_share", parts, total)})
+
+
+def gradient_shares(inputs: StepInputs, config: MeasureConfig) -> dict[str, Values]:
+    """By compared rule: shares of the sum over trained tokens of |w_t * c_t|, c_t = d pg_loss_t / d log-probability, by length,
+    correctness, advantage sign, group outcome and, where ratios were measured and the loss clips, on tokens whose clip binds.
+
+    All None where that sum is 0 or not finite; a share that the batch cannot give is left out, and all without advantages.
+    """
+    step = inputs.step
+    if step.advantages_T is None:
+        return {rule: {} for rule in inputs.names}
+    size_S = {rule: torch.zeros(step.num_samples, dtype=torch.float64) for rule in inputs.names}
+    parts: dict[str, dict[str, float]] = {rule: {} for rule in inputs.names}
+    for chunk, sample_C in step.token_chunks():
+        tokens = {name: inputs.tokens[name][chunk] for name in _OF_THE_POLICY_LOSS if name in inputs.tokens}
+        numbers = token_numbers(tokens, config.objective, has_ratio=inputs.has_ratio, with_slopes=True)
+        chosen = {"positive_advantage": tokens["advantages"] > 0, "negative_advantage": tokens["advantages"] < 0}
+        if "pg_clipfrac" in numbers.values:
+            chosen["clipped"] = numbers.values["pg_clipfrac"] > 0
+        slope_C = numbers.slopes["pg_loss"].double().abs_()
+        position_C = torch.arange(chunk.start, chunk.stop)
+        for rule in inputs.names:
+            weight = inputs.weights[rule]
+            weight_C = weight.at(position_C, sample_C) if isinstance(weight, Spread) else weight[chunk]
+            size_C = weight_C.double().abs() * slope_C
+            size_S[rule].index_add_(0, sample_C, size_C)
+            for part, is_C in chosen.items():
+                parts[rule][part] = parts[rule].get(part, 0.0) + _sum_where(size_C, is_C)
+    return {
+        rule: checked(_shares("gradient_share", {**_by_sample(step, config, of_S), **parts[rule]}, float(of_S.sum())))
+        for rule, of_S in size_S.items()
+    }
 
 
 def where_true(value: Tensor, chosen: Tensor) -> Tensor:
@@ -49,14 +76,31 @@ def where_true(value: Tensor, chosen: Tensor) -> Tensor:
     return torch.from_numpy(value.numpy()[chosen.numpy()])
 
 
-def _group_shares(step: RolloutBatch, config: MeasureConfig, weight_S: Tensor, share) -> None:
-    if step.reward_S is None or (step.group_S == NO_GROUP).all():
-        return
+def _sum_where(value: Tensor, chosen: Tensor) -> float:
+    return float(where_true(value, chosen).sum())
+
+
+def _shares(kind: str, parts: Mapping[str, float], total: float) -> Values:
+    return {f"{kind}/{part}": size / total if total and math.isfinite(total) else None for part, size in parts.items()}
+
+
+def _by_sample(step: RolloutBatch, config: MeasureConfig, of_S: Tensor) -> dict[str, float]:
+    """How much the samples of each length, correctness and group outcome have of a number of each sample."""
+    bins_S = length_bins(step.response_length_S, config.max_response_length)
+    found = {f"length_{label}": _sum_where(of_S, bins_S == at) for at, label in enumerate(LENGTH_BINS)}
+    if step.reward_S is None:
+        return found
+    correct_S = is_correct(step.reward_S, config.correct_threshold)
+    found["correct"] = _sum_where(of_S, correct_S)
+    found["incorrect"] = _sum_where(of_S, ~correct_S & ~step.reward_S.isnan())
+    if (step.group_S == NO_GROUP).all():
+        return found
     rollouts = distinct_rollouts(step.reward_S, step.rollout_S, step.group_S)
     count_P = group_statistics(rollouts).count_P
     right_P = correct_per_group(rollouts, config.correct_threshold)
     group_S = group_of_rollout(step.group_S, step.rollout_S)
     grouped_S, at_S = group_S != NO_GROUP, group_S.clamp(min=0)
     scored_S = grouped_S & (count_P[at_S] > 0)
-    share("all_right_groups", scored_S & (right_P[at_S] == count_P[at_S]), weight_S)
-    share("all_wrong_groups", scored_S & (right_P[at_S] == 0), weight_S)
+    found["all_right_groups"] = _sum_where(of_S, scored_S & (right_P[at_S] == count_P[at_S]))
+    found["all_wrong_groups"] = _sum_where(of_S, scored_S & (right_P[at_S] == 0))
+    return found

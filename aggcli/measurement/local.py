@@ -48,8 +48,9 @@ class MeasureConfig:
 class Partials:
     """One rank's contribution. Every rank has the same keys, so sums and maxima cross as two vectors.
 
-    `sums` keys: (metric, rule) for weighted numbers, (metric, "sum" or "count") for means, (metric,) for counts,
-    ("gradient", rule, rule) for inner products of gradients, HELD for which samples it holds. `maxima` keys: (metric,).
+    `sums` keys: (metric, rule) for weighted numbers, (metric, "sum" or "count") for means, (metric, "sum" or "squares") for
+    effective sample sizes, (metric,) for counts, ("gradient", rule, rule) for inner products of gradients, HELD for which
+    samples it holds. `maxima` keys: (metric,).
     `sizes`: the sum of the absolute terms, for the keys of `sums` whose terms may have either sign: what a difference between
     layouts is measured against, since such a sum can cancel to 0 and keep its rounding.
     `correct_lengths`: sorted response lengths of the rank's correct samples, None unless asked for.
@@ -145,10 +146,15 @@ def contributions(view: LocalView, config: MeasureConfig) -> Contributions:
     sums, sizes = _weighted_columns(view, config, numbers)
     sums |= _gradient_columns(view, config, numbers)
     samples, sizes_of_samples = _sample_columns(view, config)
+    of_sequences, sizes_of_sequences = _sequence_columns(view)
+    samples, sizes_of_samples = samples | of_sequences, sizes_of_samples | sizes_of_sequences
     maxima: dict[Key, Tensor] = {}
     if config.has_ratio:
-        ratio_T = torch.where(view.tokens["loss_mask"], numbers.ratio_T.double(), float("-inf"))
-        maxima[("ratio_max",)] = _per_sample(view, ratio_T, "max")
+        mask_T, ratio_T = view.tokens["loss_mask"], numbers.ratio_T.double()
+        maxima[("ratio_max",)] = _per_sample(view, torch.where(mask_T, ratio_T, float("-inf")), "max")
+        trained_T = torch.where(mask_T, ratio_T, 0.0)
+        sums["importance_ess/tokens", "sum"] = _per_sample(view, trained_T)
+        sums["importance_ess/tokens", "squares"] = _per_sample(view, trained_T * trained_T)
     reward_S = view.local_raw_reward_S
     correct_S = None if reward_S is None else is_correct(reward_S, config.correct_threshold)
     return Contributions(sums | samples, sizes | sizes_of_samples, maxima, correct_S, view.response_length_S)
@@ -287,6 +293,30 @@ def _sample_columns(view: LocalView, config: MeasureConfig) -> tuple[dict[Key, T
         sizes[("correct/entropy", "sum")] = torch.where(chosen_S, size_S / tokens_S, 0.0)
         found[("correct/entropy", "count")] = counted_S * chosen_S
     return found, sizes
+
+
+def _sequence_columns(view: LocalView) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
+    """Numbers of whole responses (`sequence_numbers`), zero on all but one context-parallel rank; and sizes, as of
+    `Partials`."""
+    of = view.sequences
+    sums: dict[Key, Tensor] = {}
+    sizes: dict[Key, Tensor] = {}
+    trained_S = (view.mask_sum_S > 0).double() * view.counts_samples
+    tokens_S = view.mask_sum_S.clamp(min=1)
+    found: dict[str, Tensor] = {}
+    if "log_ratio" in of:
+        found |= {"sequence_ratio/log_sum": of["log_ratio"], "sequence_ratio/log_mean": of["log_ratio"] / tokens_S}
+        sums["importance_ess/samples", "sum"] = trained_S * of["weight"]
+        sums["importance_ess/samples", "squares"] = trained_S * of["weight"] ** 2
+    if "clipped" in of:
+        found["sequence_ratio/clipfrac"] = of["clipped"]
+    if "mismatch" in of:
+        apart_S = of["mismatch"].abs()
+        found |= {"sampler_mismatch/sequence_sum": apart_S, "sampler_mismatch/sequence_mean": apart_S / tokens_S}
+    for name, value_S in found.items():
+        sums[name, "sum"], sums[name, "count"] = trained_S * value_S, trained_S
+        sizes[name, "sum"] = sums[name, "sum"].abs()
+    return sums, sizes
 
 
 def marks(sample_S: Tensor) -> Tensor:

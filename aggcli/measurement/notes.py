@@ -25,14 +25,17 @@ def skipped(inputs: StepInputs) -> dict[str, str]:
     step = inputs.step
     if "advantages" not in inputs.tokens:
         need = "needs advantage, or reward and group_index"
-        found |= dict.fromkeys(("pg_loss", "loss", "grad_norm_log_probs", "pg_clipfrac"), need)
+        found |= dict.fromkeys(
+            ("pg_loss", "loss", "grad_norm_log_probs", "gradient_share/*", "pg_clipfrac", "sequence_ratio/clipfrac"), need
+        )
     if not inputs.has_ratio:
         need = "needs log_probs and old_log_probs (or rollout_log_probs)"
-        found |= dict.fromkeys(("pg_clipfrac", "ppo_kl", "ratio_deviation"), need)
+        found |= dict.fromkeys(("pg_clipfrac", "ppo_kl", "ratio_deviation", "sequence_ratio/*", "importance_ess/*"), need)
     if "ref_log_probs" not in inputs.tokens:
         found["kl_loss"] = "needs log_probs and ref_log_probs"
     if "trainer_log_probs" not in inputs.tokens:
-        found["sampler_mismatch"] = "needs rollout_log_probs and log_probs (or old_log_probs)"
+        need = "needs rollout_log_probs and log_probs (or old_log_probs)"
+        found |= dict.fromkeys(("sampler_mismatch", "sampler_mismatch/*"), need)
     if "entropy" not in inputs.tokens:
         found |= dict.fromkeys(("entropy_loss", "correct/entropy"), "needs entropy")
     if step.reward_S is None:

@@ -49,6 +49,8 @@ def _values(part: Partials, rule: str, *, weighted: bool) -> Values:
     for name, reduction, key, count in _numbers_in(tuple(part.sums), tuple(part.maxima), rule):
         if reduction == "mean":
             values[name] = _mean(part.sums[key], part.sums[count])
+        elif reduction == "effective":
+            values[name] = _mean(part.sums[key] ** 2, part.sums[count])
         elif reduction == "count":
             values[name] = _whole(part.sums[key])
         elif reduction == "max":
@@ -63,13 +65,18 @@ def _values(part: Partials, rule: str, *, weighted: bool) -> Values:
 
 @functools.lru_cache(maxsize=64)
 def _numbers_in(sums: tuple[Key, ...], maxima: tuple[Key, ...], rule: str) -> list[tuple[str, str, Key, Key]]:
-    """Which numbers of the catalogue these sums and maxima give: (name, reduction, key, key of the count)."""
+    """Which numbers of the catalogue these sums and maxima give: (name, reduction, key, key of what it is divided by)."""
     found: list[tuple[str, str, Key, Key]] = []
     for name, metric in METRICS.items():
         kind = metric.reduction
-        key: Key = {"weighted": (name, rule), "norm": ("gradient", rule, rule), "mean": (name, "sum")}.get(kind, (name,))
+        key: Key = {
+            "weighted": (name, rule),
+            "norm": ("gradient", rule, rule),
+            "mean": (name, "sum"),
+            "effective": (name, "sum"),
+        }.get(kind, (name,))
         if key in (maxima if kind == "max" else sums) and kind != "global":
-            found.append((name, kind, key, (name, "count")))
+            found.append((name, kind, key, (name, "squares" if kind == "effective" else "count")))
     return found
 
 

@@ -14,7 +14,7 @@ from aggcli.layout.schedule import Layout, Schedule
 from aggcli.layout.views import LocalView, cut, cut_in_pieces
 from aggcli.measurement.catalogue import checked
 from aggcli.measurement.comparison import ROUNDING, LayoutComparison, compare_layouts, moved
-from aggcli.measurement.influence import influence
+from aggcli.measurement.influence import gradient_shares, influence
 from aggcli.measurement.local import HELD, Adding, MeasureConfig, Partials, marks
 from aggcli.measurement.notes import notes_on_step, skipped
 from aggcli.measurement.ranks import Measured
@@ -123,7 +123,9 @@ def _layout_reports(
         if at == 0 and processes is not None:
             measured.append(("processes", *_of_processes(processes, placed, layout, schedule)))
         if not measured or is_checked:
-            pieces = cut_in_pieces(placed.step, schedule, layout.cp, tokens=placed.tokens, weights=placed.weights)
+            pieces = cut_in_pieces(
+                placed.step, schedule, layout.cp, tokens=placed.tokens, weights=placed.weights, sequences=placed.sequences
+            )
             parts = [part for of_rank in pieces for part in _measured(of_rank, layout.cp, measuring)]
             measured.append((TWIN if measured else "in-process", parts, combine(parts)))
         for how, of_ranks, total in measured:
@@ -152,7 +154,9 @@ def _of_processes(processes: Processes, inputs: StepInputs, layout: Layout, sche
     """What the real ranks measure of the layout in force, whose weights the inputs have."""
     if not callable(processes):
         return processes
-    return processes(cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=inputs.weights))
+    return processes(
+        cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=inputs.weights, sequences=inputs.sequences)
+    )
 
 
 def _measured(pieces: Iterable[Sequence[LocalView]], cp: int, measuring: MeasureConfig) -> list[Partials]:
@@ -165,9 +169,13 @@ def _measured(pieces: Iterable[Sequence[LocalView]], cp: int, measuring: Measure
 
 
 def _what_rules_do(inputs: StepInputs, total: Partials, measuring: MeasureConfig) -> dict[str, Values]:
-    """By rule: where its weight goes, and its gradient against the first rule's."""
+    """By rule: where its weight and its gradient go, and its gradient against the first rule's."""
     compared = gradient_comparison(total, inputs.names, inputs.names[0])
-    return {rule: influence(inputs.step, inputs.weight_T(rule), measuring) | compared.get(rule, {}) for rule in inputs.names}
+    shares = gradient_shares(inputs, measuring)
+    return {
+        rule: influence(inputs.step, inputs.weight_T(rule), measuring) | shares[rule] | compared.get(rule, {})
+        for rule in inputs.names
+    }
 
 
 def _moving(comparison: LayoutComparison, inputs: StepInputs) -> list[str]:

@@ -70,7 +70,8 @@ def token_numbers(
 def overflowing(tokens: Mapping[str, Tensor], objective: ObjectiveConfig, name: str, *, has_ratio: bool) -> int | None:
     """The first trained token whose own number of this name, or of which it is made, is not finite; None where all are."""
     numbers = token_numbers(tokens, objective, has_ratio=has_ratio, with_slopes=False)
-    made_of = {"ratio_max": [numbers.ratio_T], "loss": list(numbers.values.values())}
+    ratios = [numbers.ratio_T]
+    made_of = {"ratio_max": ratios, "importance_ess/tokens": ratios, "loss": list(numbers.values.values())}
     streams = made_of.get(name, [numbers.values[name]] if name in numbers.values else [])
     for value_T in streams:
         if (bad_T := tokens["loss_mask"] & ~torch.isfinite(value_T)).any():

@@ -14,8 +14,12 @@ r = exp(new - old) its ratio:
                                                                                                    arXiv:2506.13585, eq. 4
     sapo    -4 / tau sigmoid(tau (r - 1)) A, tau 1 for         c = -4 g (1 - g) r A, g the         Gao et al., 2025,
             A > 0, else 1.05                                   sigmoid                             arXiv:2511.20347
+    dppo    -sg[r] A log pi, 0 where pi - pi_old > eps_high    c = -r A, 0 where it is masked      Qi et al., 2026,
+            (A > 0) or < -eps (A < 0): the Binary-TV mask                                          arXiv:2602.04879, by
+                                                                                                   the authors' code
 
-sg holds a value constant. At ratio 1 every c is -A.
+sg holds a value constant. At ratio 1 every c is -A. DPPO's eps are of probabilities, not of ratios; with `eps_clip_c` its r is
+at most that, which the authors' code sets to 10 and verl's to 20 where nothing is said.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from aggcli.errors import SettingError
 
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Of tokens with an advantage above 0, and of the others: the paper's, and the defaults of TRL."""
+OF_SEQUENCES = ("gspo", "gmpo")
+"""Losses whose ratio is of the whole response."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,8 @@ def policy_terms(
     `-clip(r)*A > -r*A`. Values under the mask may be anything, NaN included: they are selected away first.
     A ratio that the dtype cannot hold is infinity in `ratio_T`; the loss of a token whose clip binds does not need it.
     `clip_range` gives lower and upper bound of the ratio per token (for stacks of runs) instead of the objective's;
-    `sequence_log_ratio_T`, which gspo and gmpo need, the mean of new - old over the trained tokens of each token's response,
-    for gmpo of `clipped_log_ratio`.
+    `sequence_log_ratio_T`, which losses of `OF_SEQUENCES` need, the mean of `averaged_log_ratio` over the trained tokens of
+    each token's response.
     Sources: PPO (Schulman et al., 2017); asymmetric range: DAPO's clip-higher.
     """
     new_T = torch.where(loss_mask_T, log_probs_T, 0.0)
@@ -80,6 +86,12 @@ def policy_terms(
     if objective.policy_loss == "cispo":
         loss_T = -torch.clamp(held_T, max=high).detach() * advantage_T * new_T  # pyright: ignore[reportCallIssue, reportArgumentType]
         clipped_T = (held_T > high).to(loss_T.dtype)
+    elif objective.policy_loss == "dppo":
+        moved_T = torch.exp(new_T.detach()) - torch.exp(old_T)
+        binds_T = ((advantage_T > 0) & (moved_T > high - 1)) | ((advantage_T < 0) & (moved_T < low - 1))
+        most_T = held_T if objective.eps_clip_c is None else held_T.clamp(max=objective.eps_clip_c)
+        loss_T = -torch.where(binds_T, 0.0, most_T.detach()) * advantage_T * new_T
+        clipped_T = binds_T.to(loss_T.dtype)
     elif objective.policy_loss == "sapo":
         tau_T = torch.where(advantage_T > 0, *map(held_T.new_tensor, SAPO_TEMPERATURES))
         loss_T = -torch.sigmoid(tau_T * (held_T - 1)) * 4 / tau_T * advantage_T
@@ -101,12 +113,24 @@ def policy_terms(
     return PolicyTerms(loss_T, clipped_T, dual_T, old_T - new_T, ratio_T)
 
 
-def clipped_log_ratio(log_ratio_T: Tensor, advantages_T: Tensor, objective: ObjectiveConfig) -> Tensor:
-    """The log ratios that gmpo takes the mean of [T]: at most log(1 + eps_clip_high) where the advantage is above 0, at least
-    log(1 - eps_clip) where it is below."""
-    low, high = map(math.log, objective.clip_range)
-    down_T = torch.where(advantages_T > 0, log_ratio_T.clamp(max=high), log_ratio_T)
-    return torch.where(advantages_T < 0, down_T.clamp(min=low), down_T)
+def averaged_log_ratio(
+    new_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor | None,
+    loss_mask_T: Tensor,
+    objective: ObjectiveConfig,
+    clip_range: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """What losses of `OF_SEQUENCES` take the mean of over the trained tokens of a response: new - old in nats, float64 [T], 0
+    where the mask is 0. Of gmpo at most log(1 + eps_clip_high) where the advantage is above 0, at least log(1 - eps_clip) where
+    it is below; `clip_range`: as of `policy_terms`.
+    """
+    ratio_T = torch.where(loss_mask_T, new_T.double() - old_T.double(), 0.0)
+    if objective.policy_loss != "gmpo" or advantages_T is None:
+        return ratio_T
+    low, high = (torch.as_tensor(bound, dtype=torch.float64).log() for bound in clip_range or objective.clip_range)
+    down_T = torch.where(loss_mask_T & (advantages_T > 0), torch.minimum(ratio_T, high), ratio_T)
+    return torch.where(loss_mask_T & (advantages_T < 0), torch.maximum(down_T, low), down_T)
 
 
 def _of_sequence(log_ratio_T: Tensor | None, loss_mask_T: Tensor, most: float) -> Tensor:

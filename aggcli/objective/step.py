@@ -13,8 +13,9 @@ from aggcli.config import ObjectiveConfig
 from aggcli.errors import RolloutError
 from aggcli.layout.schedule import Schedule
 from aggcli.objective.advantages import group_advantages
-from aggcli.objective.policy_loss import clipped_log_ratio
+from aggcli.objective.policy_loss import OF_SEQUENCES, averaged_log_ratio
 from aggcli.objective.reducer import Reducer, reducer_weights
+from aggcli.objective.sequences import sequence_numbers
 from aggcli.objective.weights import masked_weights
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, Spread, first_where, is_first
 from aggcli.rules import CUSTOM, SAMPLE_MEAN, TOKEN_MEAN, Rule, names_of
@@ -79,7 +80,7 @@ class StepInputs:
     `rules`: the rules compared, in order; `weights`: float64 [T] by the rule's name, for the rules compared and those that
     weigh their metrics, KL and entropy (`weighing`, by the name of the compared rule); a rule's own are one number a sample
     until they are asked for. `has_ratio`: two log-probability
-    streams were there, so ratios are measured, not assumed to be 1.
+    streams were there, so ratios are measured, not assumed to be 1. `sequences`: numbers of whole samples (`sequence_numbers`).
     """
 
     step: RolloutBatch
@@ -88,6 +89,7 @@ class StepInputs:
     rules: tuple[Rule, ...]
     weighing: dict[str, Weighing]
     has_ratio: bool
+    sequences: dict[str, Tensor]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -178,7 +180,7 @@ def step_inputs(
             f"{step.name}: --policy-loss {objective.policy_loss} is of the ratio, and needs log_probs and old_log_probs (or"
             " rollout_log_probs); without both every ratio is 1 and all policy losses have one gradient"
         )
-    if objective.policy_loss in ("gspo", "gmpo"):
+    if objective.policy_loss in OF_SEQUENCES:
         tokens["sequence_log_ratio"] = _sequence_log_ratio(step, tokens, objective)
     compared = (*rules, CUSTOM) if reducer is not None else tuple(rules)
     weighing = {rule.name: weighing_of(rule, objective) for rule in compared}
@@ -199,6 +201,7 @@ def step_inputs(
         compared,
         weighing,
         has_ratio,
+        sequence_numbers(step, tokens, objective, has_ratio=has_ratio),
     )
 
 
@@ -229,11 +232,9 @@ def _streams(step: RolloutBatch) -> tuple[dict[str, Tensor], bool]:
 
 
 def _sequence_log_ratio(step: RolloutBatch, tokens: Mapping[str, Tensor], objective: ObjectiveConfig) -> Tensor:
-    """The mean of new - old log-probability over the trained tokens of each sample, at each of its tokens: float64 [T]; of gmpo
-    each clipped before, by the sign of its advantage."""
-    ratio_T = torch.where(step.loss_mask_T, tokens["log_probs"].double() - tokens["old_log_probs"].double(), 0.0)
-    if objective.policy_loss == "gmpo" and "advantages" in tokens:
-        ratio_T = clipped_log_ratio(ratio_T, tokens["advantages"].double(), objective)
+    """The mean of `averaged_log_ratio` over the trained tokens of each sample, at each of its tokens: float64 [T]."""
+    streams = (tokens["log_probs"], tokens["old_log_probs"], tokens.get("advantages"))
+    ratio_T = averaged_log_ratio(*streams, step.loss_mask_T, objective)
     lengths_S = step.response_length_S
     sum_S, trained_S = (
         torch.segment_reduce(value_T, "sum", lengths=lengths_S) for value_T in (ratio_T, step.loss_mask_T.double())
@@ -243,14 +244,16 @@ def _sequence_log_ratio(step: RolloutBatch, tokens: Mapping[str, Tensor], object
 
 def _check_ratio(step: RolloutBatch, tokens: dict[str, Tensor], objective: ObjectiveConfig, dtype: torch.dtype) -> None:
     """Refuse, by name, an importance ratio that the arithmetic cannot hold where the loss needs it: of a token of negative
-    advantage, whose loss nothing bounds without a dual clip, and of any token where the ratio multiplies a KL term."""
+    advantage, whose loss nothing bounds without a dual clip, and of any token under dppo, or where the ratio multiplies a KL
+    term."""
     multiplies_kl = objective.kl_coef and objective.kl_unbiased
     if not multiplies_kl and ("advantages" not in tokens or objective.eps_clip_c is not None):
         return
+    any_sign = multiplies_kl or objective.policy_loss == "dppo"
     most = math.log(torch.finfo(dtype).max) / 2
 
     def too_large(part: slice) -> Tensor:
-        is_needed = step.loss_mask_T[part] if multiplies_kl else step.loss_mask_T[part] & (tokens["advantages"][part] < 0)
+        is_needed = step.loss_mask_T[part] if any_sign else step.loss_mask_T[part] & (tokens["advantages"][part] < 0)
         return (tokens["log_probs"][part] - tokens["old_log_probs"][part] > most) & is_needed
 
     token = first_where(step.loss_mask_T.numel(), too_large)

@@ -23,7 +23,10 @@ _NEGLIGIBLE = 1e-12
 """A loss below this is 0 but for rounding, and is shown as 0."""
 
 _LOSS = ("pg_loss", "loss", "grad_norm_log_probs", "gradient_ratio", "total_weight")
+_SHARES = {"weight_share/": "share of the weight on", "gradient_share/": "share of the sum of |gradient| on"}
+"""How the names of shares begin, and the line above their rows."""
 _DIRECTION = ("gradient_cosine", "effective_tokens", *(name for name in names(["global"]) if name.startswith("weight_share/")))
+_GRADIENT = tuple(name for name in names(["global"]) if name.startswith("gradient_share/"))
 _METRICS = tuple(name for metric in BESIDE for name in (metric, metric + OVER_TRAINED))
 _ONLY_WHEN_ANY = {
     "fully_masked_samples",
@@ -33,8 +36,8 @@ _ONLY_WHEN_ANY = {
     "all_wrong_groups",
     "all_wrong_groups_with_advantage",
     "weight_share/zero_advantage",
-    "weight_share/all_right_groups",
-    "weight_share/all_wrong_groups",
+    *(f"{kind}{part}_groups" for kind in _SHARES for part in ("all_right", "all_wrong")),
+    "gradient_share/clipped",
 }
 """Rows that are only worth a line when they are not 0."""
 _LABELS = {
@@ -45,13 +48,20 @@ _LABELS = {
     "gradient_ratio": "  over {baseline}'s",
     "gradient_cosine": "gradient cosine",
     **{metric + OVER_TRAINED: "  over trained rollouts only" for metric in BESIDE},
-    "weight_share/correct": "  correct rollouts",
-    "weight_share/incorrect": "  wrong rollouts",
-    "weight_share/positive_advantage": "  advantage > 0",
-    "weight_share/negative_advantage": "  advantage < 0",
-    "weight_share/zero_advantage": "  advantage = 0",
-    "weight_share/all_right_groups": "  groups without a wrong rollout",
-    "weight_share/all_wrong_groups": "  groups without a right rollout",
+    **{
+        kind + part: label
+        for kind in _SHARES
+        for part, label in {
+            "correct": "  correct rollouts",
+            "incorrect": "  wrong rollouts",
+            "positive_advantage": "  advantage > 0",
+            "negative_advantage": "  advantage < 0",
+            "zero_advantage": "  advantage = 0",
+            "all_right_groups": "  groups without a wrong rollout",
+            "all_wrong_groups": "  groups without a right rollout",
+            "clipped": "  tokens whose clip binds",
+        }.items()
+    },
 }
 OF_LOG_PROBS = "gradient norm, cosine: of the gradient by the trained tokens' log-probabilities"
 """Said where a gradient is shown, which is not the one by the parameters."""
@@ -73,6 +83,13 @@ _OF_THE_BATCH = {
     "correct/entropy": "  their entropy (nats)",
     "incorrect/count": "wrong samples",
     "incorrect/response_length": "  their length ({unit})",
+    "sequence_ratio/log_sum": "log ratio of a response: its sum (nats)",
+    "sequence_ratio/log_mean": "  its mean over the tokens (nats)",
+    "sequence_ratio/clipfrac": "  responses whose GSPO ratio is clipped",
+    "importance_ess/tokens": "effective sample size of the ratios ({unit})",
+    "importance_ess/samples": "  of whole responses (training samples)",
+    "sampler_mismatch/sequence_sum": "sampler mismatch of a response: its sum (nats)",
+    "sampler_mismatch/sequence_mean": "  its mean over the tokens (nats)",
     "groups": "prompt groups with a reward",
     "zero_variance_groups": "  every advantage is 0",
     "all_right_groups": "  every rollout correct",
@@ -136,7 +153,11 @@ def facts_table(facts: Mapping[str, Any]) -> Table:
 def _policy_loss(settings: Mapping[str, Any], high: float) -> list[str]:
     """What the policy loss is where it is not PPO's, and its clip where it has one."""
     name = settings.get("policy_loss", "ppo")
-    clip = {"cispo": f"ratio cut {high:g} above", "sapo": ""}.get(name, f"clip: {settings['eps_clip']:g} below, {high:g} above")
+    clip = {
+        "cispo": f"ratio cut {high:g} above",
+        "sapo": "",
+        "dppo": f"masked where a probability rose by more than {high:g} or fell by more than {settings['eps_clip']:g}",
+    }.get(name, f"clip: {settings['eps_clip']:g} below, {high:g} above")
     return [*([] if name == "ppo" else [f"policy loss: {name}"]), *([clip] if clip else [])]
 
 
@@ -173,8 +194,8 @@ def _one_of(texts: Iterable[str]) -> str:
 
 
 def _mode_tables(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[str]) -> list[ConsoleRenderable | None]:
-    """How large each mode's loss is, where its weight goes, what its gradient is by, and the metrics beside the loss. In each,
-    modes whose numbers are all equal in every step share a column."""
+    """How large each mode's loss is, where its weight and its gradient go, what that is by, and the metrics beside the loss. In
+    each, modes whose numbers are all equal in every step share a column."""
     scale = [name for name in _LOSS if name != "loss" or head["settings"]["kl_coef"] or head["settings"]["entropy_coef"]]
     whose = {rule: head["metric_rules"][rule] for rule in rules}
     metrics = _of_modes("metrics", head, steps, rules, _METRICS, {rule: tuple(names.values()) for rule, names in whose.items()})
@@ -185,8 +206,9 @@ def _mode_tables(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence
         table.add_row("KL and entropy by", *(" / ".join(names) for names in terms))
     loss = _of_modes(_over(steps), head, steps, rules, scale)
     direction = _of_modes("where the weight goes", head, steps, rules, _DIRECTION)
+    gradient = _of_modes("where the gradient goes", head, steps, rules, _GRADIENT)
     by = [OF_LOG_PROBS] if _is_shown(head, steps, rules, "grad_norm_log_probs") else []
-    return [loss and loss[0], direction and direction[0], lines(by), metrics and metrics[0]]
+    return [loss and loss[0], direction and direction[0], gradient and gradient[0], lines(by), metrics and metrics[0]]
 
 
 def _of_modes(
@@ -205,12 +227,13 @@ def _of_modes(
     columns = _alike(steps, rules, rows, also or {})
     every = len(columns) == 1 and len(rules) > 1
     table = _table(title, *(["every mode"] if every else ["\n= ".join(column) for column in columns]))
-    is_first = True
+    begun = ""
     for name in rows:
-        if is_first and name.startswith("weight_share/"):
-            table.add_row("share of the weight on", *("" for _ in columns))
-            is_first = False
-        text = _percent if name.startswith("weight_share/") else _text
+        kind = next((kind for kind in _SHARES if name.startswith(kind)), "")
+        if kind and kind != begun:
+            table.add_row(_SHARES[kind], *("" for _ in columns))
+            begun = kind
+        text = _percent if kind else _text
         label = _label(name, head).format(baseline=rules[0], unit=_length_unit(head))
         table.add_row(label, *(_mean(steps, column[0], name, text) for column in columns))
     return table, columns
@@ -247,8 +270,9 @@ def _equal(steps: Sequence[Step], one: str, other: str, rows: Sequence[str]) -> 
 def _label(name: str, head: Mapping[str, Any]) -> str:
     if name in _LABELS:
         return _LABELS[name]
-    if name.startswith("weight_share/length_"):
-        return f"  {length_bin(name.removeprefix('weight_share/length_'), head)}"
+    kind, _, bin_ = name.partition("length_")
+    if kind in _SHARES:
+        return f"  {length_bin(bin_, head)}"
     return _with_unit(name, head)
 
 
@@ -259,7 +283,7 @@ def _is_shown(head: Mapping[str, Any], steps: Sequence[Step], rules: Sequence[st
 
 def _only_when_any(name: str, head: Mapping[str, Any]) -> bool:
     """Whether a row is only worth a line when it is not 0: so is a quarter of the lengths that no length lies in."""
-    bin_ = name.rpartition("length_")[2] if name.startswith("weight_share/length_") else name.removeprefix("correct_length/")
+    bin_ = name.rpartition("length_")[2] if name.startswith((*_SHARES,)) else name.removeprefix("correct_length/")
     return name in _ONLY_WHEN_ANY or (bin_ in LENGTH_BINS and not length_bin(bin_, head))
 
 
@@ -278,8 +302,8 @@ def _batch_table(head: Mapping[str, Any], steps: Sequence[Step], rule: str) -> T
     masked = head["settings"].get("mask_truncated")
     for name in found:
         metric = describe(name)
-        wanted = metric.reduction in ("mean", "count", "max") or (
-            metric.reduction == "global" and not name.startswith("weight_share/") and not name.endswith(OVER_TRAINED)
+        wanted = metric.reduction in ("mean", "effective", "count", "max") or (
+            metric.reduction == "global" and not name.startswith((*_SHARES,)) and not name.endswith(OVER_TRAINED)
         )
         silent = _only_when_any(name, head) and not any(_numbers(steps, rule, name))
         if wanted and not silent and name not in _NOT_OF_THE_BATCH:

@@ -23,7 +23,7 @@ from aggcli.training.rollout import SampledRollouts, StepSource
 from aggcli.training.rows import optimizer_step_positions, rows_of_rank
 from aggcli.training.stack import RunSpec
 from aggcli.training.step import Gradient, StepTokens, all_log_probs, step_gradient, step_tokens
-from aggcli.world import World
+from aggcli.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Trainer:
     ) -> None:
         self.runs, self.config, self.world = list(runs), config, world
         self.policy, self.sampler, self.layout, self.reporter = policy, sampler, layout, reporter
+        self.sharing = world.split(layout.cp) if layout.cp > 1 else ALONE
         self.step, self.optimizer_step = 0, 0
         self.broken: dict[str, str] = {}
         self.gone: list[BrokenRun] = []
@@ -137,7 +138,9 @@ class Trainer:
         finite, does not step."""
         rows = rows_of_rank(step, len(self.runs), self.layout, self.world)
         objective = self.config.objective
-        found = step_gradient(self.policy, rows, step, tokens_SL, _as(given, self.policy.dtype), objective, self.world)
+        found = step_gradient(
+            self.policy, rows, step, tokens_SL, _as(given, self.policy.dtype), objective, self.world, self.sharing
+        )
         norm_R = self.policy.step(found.gradient_RQ, self._stepping(step, found))
         for name, what in not_reportable(step, self.runs, given, found).items():
             self.broken.setdefault(name, what)

@@ -151,8 +151,15 @@ class Reporter:
             return [None] * len(ready)
         own = []
         for one in ready:
-            tokens, weights = one.inputs.tokens | one.own, one.inputs.weights
-            (view,) = cut(one.inputs.step, one.schedule, self.in_force.cp, tokens=tokens, weights=weights, only=self.world.rank)
+            (view,) = cut(
+                one.inputs.step,
+                one.schedule,
+                self.in_force.cp,
+                tokens=one.inputs.tokens | one.own,
+                weights=one.inputs.weights,
+                sequences=one.inputs.sequences,
+                only=self.world.rank,
+            )
             own.append(measure(view, one.measuring))
         return [*reduced(self.world, own)]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aggcli.config import ObjectiveConfig
 from aggcli.layout.schedule import Layout
-from aggcli.objective.policy_loss import kl_terms, policy_terms
+from aggcli.objective.policy_loss import OF_SEQUENCES, averaged_log_ratio, kl_terms, policy_terms
 from aggcli.objective.step import weighing_of
 from aggcli.objective.weights import aggregate, need_no_nan, rule_weights
 from aggcli.policy.protocol import Policy
@@ -18,7 +18,7 @@ from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rules import Rule
 from aggcli.training.rows import schedules_of_runs
 from aggcli.training.stack import RunSpec
-from aggcli.world import World
+from aggcli.world import ALONE, World
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,12 +113,13 @@ def step_gradient(
     given: StepTokens,
     objective: ObjectiveConfig,
     world: World,
+    sharing: World = ALONE,
 ) -> Gradient:
     """The gradient of every run's loss over the whole step, and the step's log-probabilities.
 
     `rows`: this rank's micro-batches, each [R, B] sample positions, -1 where a run has fewer rows. Every micro-batch only
     sums `w_t * l_t`; only sums cross ranks. With `given.old_log_probs_T` None the policy itself is the old one (ratio 1).
-    `objective` holds the settings that are the same for all runs.
+    `objective` holds the settings that are the same for all runs; `sharing`: the ranks that hold parts of the same rows.
     """
     gradient_RQ = policy.no_gradient()  # and so it stays of a rank without rows
     new_T = torch.zeros(2, step.loss_mask_T.numel(), dtype=torch.float64)
@@ -129,7 +130,7 @@ def step_gradient(
             place, flat = laid_out.owned(owned, policy.device)
             own_T = log_prob_RBC.flatten()[place]
             spread_T = entropy_RBC.flatten()[place]
-            loss = loss_of_rows(own_T, spread_T, flat, step, given, objective, policy.device)
+            loss = loss_of_rows(own_T, spread_T, flat, step, given, objective, policy.device, sharing)
             if loss.requires_grad:  # a token of these runs is in this micro-batch
                 some.add_gradient(loss, gradient_RQ)
             new_T[0, flat] = own_T.detach().double().cpu()
@@ -147,11 +148,15 @@ def loss_of_rows(
     given: StepTokens,
     objective: ObjectiveConfig,
     device: torch.device,
+    sharing: World = ALONE,
 ) -> Tensor:
     """The sum of `w_t * l_t` over the tokens of one micro-batch (flat positions `at`), over all its runs: a sum of sums, whose
-    gradient by each run's parameters is that run's own."""
+    gradient by each run's parameters is that run's own. `sharing`: the ranks that hold the other parts of its rows."""
     mask_T = step.loss_mask_T[at].to(device)
     old_T = own_T.detach() if given.old_log_probs_T is None else given.old_log_probs_T[at].to(device, own_T.dtype)
+    of_sequence_T = None
+    if objective.policy_loss in OF_SEQUENCES:
+        of_sequence_T = _sequence_log_ratio(own_T, old_T, at, step, given, objective, sharing).to(device, own_T.dtype)
     terms = policy_terms(
         own_T,
         old_T,
@@ -159,6 +164,7 @@ def loss_of_rows(
         mask_T,
         objective,
         clip_range=(given.clip_low_T[at].to(device), given.clip_high_T[at].to(device)),
+        sequence_log_ratio_T=of_sequence_T,
     )
     loss = aggregate(terms.pg_loss_T, given.loss_weight_T[at].to(device))
     if given.ref_log_probs_T is not None:
@@ -170,6 +176,30 @@ def loss_of_rows(
             given.entropy_weight_T[at].to(device), torch.where(mask_T, entropy_T, 0.0)
         )
     return loss
+
+
+def _sequence_log_ratio(
+    own_T: Tensor,
+    old_T: Tensor,
+    at: Tensor,
+    step: RolloutBatch,
+    given: StepTokens,
+    objective: ObjectiveConfig,
+    sharing: World,
+) -> Tensor:
+    """The mean of `averaged_log_ratio` over the trained tokens of each token's response, float64 [T] on the CPU: of whole rows,
+    whose other parts the ranks of `sharing` hold, all at the same micro-batch."""
+    ratio_T = averaged_log_ratio(
+        own_T.detach().cpu(),
+        old_T.cpu(),
+        given.advantages_T[at],
+        step.loss_mask_T[at],
+        objective,
+        clip_range=(given.clip_low_T[at], given.clip_high_T[at]),
+    )
+    sample_T = torch.searchsorted(step.response_length_S.cumsum(0), at, right=True)
+    sum_S = torch.zeros(step.num_samples, dtype=torch.float64).index_add_(0, sample_T, ratio_T)
+    return (sharing.add_up(sum_S) / step.mask_sum_S().clamp(min=1))[sample_T]
 
 
 def all_log_probs(
