@@ -77,6 +77,17 @@ def test_part_of_a_reward_is_not_a_right_answer_and_a_checker_that_raises_is_cou
     assert _judged(raising, number, "not a number") == [(0.0, False, True)]
 
 
+def test_a_task_of_the_gym_takes_the_last_number_said_for_the_answer_where_it_is_asked_to() -> None:
+    pytest.importorskip("reasoning_gym")
+    task, own = (spoken_task(f"rg:chain_sum?max_terms=2{more}", Letters()) for more in ("&checker=numeric", ""))
+    number = int(task.prompts(0, 0, 1).answer_S)
+    _, entry = task.words._entry(number)  # pyright: ignore[reportAttributeAccessIssue]
+    answer = entry["answer"]
+    said = [f"1 and 2 make {answer}.", f"{answer}, or {int(answer) + 1}", "no"]
+    assert _judged(task, number, *said) == [(1.0, True, False), (0.0, False, False), (0.0, False, False)]
+    assert own.words.question(number) == f"{task.words.question(number)}\nReply with the answer only."
+
+
 def test_prompts_depend_on_seed_step_and_index_alone() -> None:
     pytest.importorskip("reasoning_gym")
     task = spoken_task("rg:chain_sum?max_terms=2", Letters())
@@ -94,6 +105,7 @@ def test_prompts_depend_on_seed_step_and_index_alone() -> None:
         ("rg:chain_sun", "did you mean 'chain_sum'?"),
         ("rg:chain_sum?max_terms", "'max_terms' must be key=value"),
         ("rg:chain_sum?max_terms=0", "reasoning-gym says:"),
+        ("rg:chain_sum?checker=nearly", "behind ?, checker= is one of exact, numeric, math"),
         ("nowhere:task", "cannot import it (ModuleNotFoundError"),
         ("json:dumps", "cannot import it"),
         ("json:JSONDecoder", "has no method question"),

