@@ -238,3 +238,17 @@ def test_bfloat16_is_the_arithmetic_of_the_layers_and_not_of_the_parameters(tmp_
     assert policy.flat_RQ.dtype == gradient_RQ.dtype == half.dtype == torch.float32
     assert 1e-5 < abs(float(half - exact)) / abs(float(exact)) < 2e-2
     assert torch.isfinite(gradient_RQ).all()
+
+
+def test_what_is_compiled_is_the_layers_through_which_rows_and_generation_go(tmp_path: Path, monkeypatch) -> None:
+    write_tiny(tmp_path)
+    compiled: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **given: compiled.append((self, given)))
+    assert not _loaded(tmp_path).module.training
+    assert not compiled
+    module = _loaded(tmp_path, compile=True).module
+    assert compiled == [(module.model, {"backend": "inductor", "dynamic": True})]
+    seen: list[str] = []
+    module.model.register_forward_hook(lambda *_: seen.append("layers"))
+    _summed(causal_start(module, settings_from({"dtype": "float64"})).stack([0.1], ALONE))
+    assert len(seen) == 2 + 1, "two of the check of its logits"

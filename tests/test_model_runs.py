@@ -70,6 +70,8 @@ def test_modes_of_a_seed_begin_with_the_same_responses_and_a_resumed_stack_goes_
     told = aggcli(capsys, "compare", *_flags(place), "--save-rollouts", "-o", whole)
     assert told.code == 0, told.err
     modes = [whole / name / "seed-0" for name in ("sample_mean", "token_mean")]
+    assert {path.name for path in whole.glob("*.safetensors")} == {"checkpoint-0.safetensors", "checkpoint-1.safetensors"}
+    assert [line["runs"] for mode in modes for line in records(mode / "timings.jsonl")] == [1, 1, 1, 1]
     first = [[sample["tokens"] for sample in _rollouts(mode)] for mode in modes]
     assert first[0] == first[1]
     assert len({len(sample["old_log_probs"]) for sample in _rollouts(modes[0])}) > 1

@@ -100,7 +100,7 @@ def _check_training(training: TrainingConfig, rollouts: tuple[str, ...]) -> None
 
 def _check_model(training: TrainingConfig) -> None:
     if training.model is None:
-        for name in ("lora_rank", "gradient_checkpointing"):
+        for name in ("lora_rank", "gradient_checkpointing", "compile"):
             if getattr(training, name):
                 raise SettingError(f"{flag(name)} is for language models; give one with --model, or leave it out")
         return

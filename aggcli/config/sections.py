@@ -187,6 +187,8 @@ class TrainingConfig:
     """With --model: train adapters of this rank only. LoRA on all linear layers, alpha twice the rank. 0: all parameters."""
     gradient_checkpointing: bool = False
     """With --model: recompute activations in the backward pass. Less memory, more time."""
+    compile: bool = False
+    """With --model: compile its layers by torch.compile. Takes a minute or more before the first step; for long runs."""
     evaluation_prompts: int | None = None
     """Fresh prompts that each run is evaluated on, before and after. Default: 512, with --model 32. Of a file, at most its last
     tenth, which is never trained on."""
@@ -267,7 +269,7 @@ class LaunchConfig:
     shares: int | None = None
     """Shares that the runs are cut into. Each has a checkpoint of its own; a run stays in one share. Default: one for each
     worker, at most one per run; one with --launcher here, on a GPU, and for policies of width 256 and more; on a Ray cluster
-    as many as have room at a time."""
+    as many as have room at a time; with --model one for each run, since runs of a share are in memory together."""
     ray_address: str | None = None
     """The Ray cluster. host:port, ray://host:port or auto. Default: RAY_ADDRESS, else one that is started on this machine."""
     cpus_per_share: float = 1.0

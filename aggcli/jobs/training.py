@@ -293,7 +293,8 @@ def _place(setup: Setup, runs: int, world: World, before: int | None) -> tuple[L
         return launcher, min(launch.shares or before or launcher.slots, runs)
     workers = launch.workers or torch.get_num_threads()
     spreads = setup.start.is_small and launch.launcher != "here"
-    shares = min(launch.shares or before or (workers if spreads else 1), runs)
+    alone = runs if setup.config.training.model is not None else 1  # a language model's runs only cost memory side by side
+    shares = min(launch.shares or before or (workers if spreads else alone), runs)
     spreads = spreads and can_fork_from_server() and min(workers, shares) > 1
     if launch.workers is not None and shares < min(workers, runs):
         say(f"--workers {workers}: the runs are cut into {plural(shares, 'share')}, so no more are at work; --shares cuts more")

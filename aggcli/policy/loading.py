@@ -55,7 +55,10 @@ def load_model(name: str, config: RunConfig, device: torch.device) -> Any:
         _add_lora(module, training.lora_rank, half=config.dtype == "bfloat16")
     if training.gradient_checkpointing:
         _checkpoint_layers(module)
-    return module.to(device)
+    module.to(device)
+    if training.compile:
+        getattr(module, module.base_model_prefix).compile(backend="inductor", dynamic=True)  # rows have many lengths
+    return module
 
 
 def _place(name: str) -> tuple[str, bool]:
