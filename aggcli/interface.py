@@ -7,7 +7,7 @@ in a notebook, and have `as_json()` and pandas frames. What a job has to say goe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ from aggcli.rules import check_divisor, find_rule, settled
 if TYPE_CHECKING:
     from aggcli.analysis.frames import Frames
     from aggcli.jobs.audit import AuditResult
-    from aggcli.jobs.compare import ComparisonResult
+    from aggcli.jobs.compare import ComparisonOptions, ComparisonResult
     from aggcli.jobs.gradients import GradientsResult
     from aggcli.jobs.plot import PlotResult
     from aggcli.jobs.replay import ReplayResult
@@ -211,24 +211,57 @@ def gradients(
         return measured(settings_from({**settings, **given, **named, "modes": modes}))
 
 
-def compare(directories: Paths, **options: Any) -> ComparisonResult:
-    """The runs in these results directories by mode: a verdict, paired differences from the baseline with 95 % intervals.
+def compare(
+    directories: Paths | None = None,
+    *,
+    curves: Mapping[str, str | Path] | None = None,
+    metrics: Mapping[str, str] | None = None,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> ComparisonResult:
+    """The runs in these results directories by mode: a verdict, paired differences from the baseline with 95 % intervals. Or,
+    of `curves`, runs that other trainers made, by arm.
 
-    `options`: those of `aggcli.jobs.compare.ComparisonOptions`, such as `baseline`, `reach`, `window`.
+    `curves`: arm -> the pattern of its runs: event files, `trainer_state.json`, CSV, JSON lines, or results directories;
+    `metrics`: key -> the column that it is in these logs; `output`: a folder in which their numbers are kept and drawn, with a
+    page (`found.page`); default: none. `options`: those of `aggcli.jobs.compare.ComparisonOptions`, such as `baseline`,
+    `reach`, `window`.
 
         found = aggcli.compare("results/compare")
         found.verdict, found.outcomes
+        aggcli.compare(curves={"grpo": "runs/grpo-*", "dapo": "runs/dapo-*"}, metrics={"reward": "critic/rewards/mean"})
 
-    Raises `RecordError` for a folder that holds no results, `SettingError` for an option.
+    Raises `RecordError` for a folder that holds no results and a log that cannot be read, `SettingError` for an option.
     """
     from aggcli.jobs.compare import ComparisonOptions
     from aggcli.jobs.compare import compare as compared
 
+    given = None if not options else _options(ComparisonOptions, options)
+    if curves is not None:
+        from aggcli.jobs.curves import compare_curves
+
+        if directories is not None:
+            raise SettingError("compare: give directories or curves; a results directory beside other runs is an arm too")
+        arms, columns = ([f"{key}={value}" for key, value in of.items()] for of in (curves, metrics or {}))
+        with heard_by(_Logged()):
+            return compare_curves(arms, columns, given, None if output is None else Path(output), overwrite=overwrite)
+    if metrics is not None or output is not None or overwrite:
+        raise SettingError("compare: metrics, output and overwrite are of curves; results directories need none")
+    if directories is None:
+        raise SettingError("compare: give results directories, or curves")
+    from aggcli.analysis.kept_curves import holds_curves
+    from aggcli.jobs.curves import compare_kept
+
+    paths = _paths(directories)
+    return compare_kept(paths[0], given) if len(paths) == 1 and holds_curves(paths[0]) else compared(paths, given)
+
+
+def _options(kind: Callable[..., ComparisonOptions], options: Mapping[str, Any]) -> ComparisonOptions:
     try:
-        asked = ComparisonOptions(**options)
+        return kind(**options)
     except TypeError as error:
         raise SettingError(f"compare: {error}".replace("ComparisonOptions.__init__() ", "")) from error
-    return compared(_paths(directories), asked)
 
 
 def load_results(directories: Paths) -> Frames:

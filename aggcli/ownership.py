@@ -26,6 +26,7 @@ from aggcli.records import (
 FIGURES = (
     "effects",
     "accuracy_by_tokens",
+    "reward_by_tokens",
     "learning_curves",
     "weight_by_length",
     "weight_shares",

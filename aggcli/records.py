@@ -6,6 +6,7 @@
     timings.jsonl   in training, one line per rollout step: seconds and memory it took, runs that shared them, their tokens
     samples/        one Parquet file per optimizer step: the weight, length and reward of each training sample
     rollouts/       with --save-rollouts: one plain JSONL per rollout step, what was sampled
+    curves.json     alone in its directory: runs of other trainers, as they were compared (see `aggcli.analysis.kept_curves`)
     tensorboard/    with --log-to: a mirror of metrics.jsonl, which nothing reads back (see `aggcli.sinks`); as is
     trackio/        in the directory of the whole comparison
 
@@ -41,6 +42,7 @@ SAMPLES = "samples"
 TENSORBOARD = "tensorboard"
 TRACKIO = "trackio"
 ROLLOUTS = "rollouts"
+CURVES = "curves.json"
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

@@ -16,7 +16,8 @@ from scipy.special import stdtr, stdtrit
 from aggcli.analysis.arms import read_arms
 from aggcli.analysis.log_names import KNOWN, column_of
 from aggcli.analysis.statistics import welch_test
-from aggcli.jobs.compare import ComparisonOptions, compare, compare_curves
+from aggcli.jobs.compare import ComparisonOptions, compare
+from aggcli.jobs.curves import compare_curves
 from tests.cli import aggcli, refused
 from tests.test_results import write_run
 
@@ -326,7 +327,7 @@ def test_the_seeds_that_are_said_are_those_that_were_compared(tmp_path: Path) ->
     lost = jsonl(tmp_path, "a", lambda s, at: {**good(s, at), **({"reward": math.inf} if s == 2 and at in gone else {})})
     found = compare_curves([lost, jsonl(tmp_path, "b", lambda s, at: {**good(s, at), "reward": 0.5})], (), NO_FIT)
     assert {row.outcome: row.pairs for row in found.rows if row.mode == "b"} == {"raw_reward": 2, "response_length": 3}
-    assert any(line.startswith("2 to 3 seeds, by outcome and mode,") for line in found.answer.sentences)
+    assert any(line.startswith("2 to 3 seeds, by outcome and arm,") for line in found.answer.sentences)
     assert "80 % of such comparisons, each by the spread of its own seeds, would have shown" in found.caption
     assert any("a-seed2.jsonl is NaN, infinite or beyond 1e+150 at 5 steps (5, 9, 17 and 2 more)" in it for it in found.notes)
 

@@ -20,6 +20,7 @@ from aggcli.records import read_lines
 from aggcli.report import style
 from aggcli.report.figures import all_figures, picture
 from aggcli.report.findings import find
+from aggcli.report.origin import of_records
 from aggcli.report.page import page as page_of
 from aggcli.report.sizes import SIZES
 from aggcli.report.verdicts import question
@@ -93,7 +94,7 @@ def report(*directories: Path) -> str:
     findings = find(frames)
     with style.drawn_at(replace(SIZES["column"], titled=False)):
         narrow = picture(frames, findings)
-    return page_of(directories, frames, findings, *all_figures(frames, findings=findings), narrow)
+    return page_of(of_records(directories, frames), frames, findings, *all_figures(frames, findings=findings), narrow)
 
 
 def write_trained(directory: Path, seeds: int = 3) -> Path:

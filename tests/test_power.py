@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from aggcli.analysis.power import POWER, power_at, power_of, seeds_needed, smallest_difference
-from aggcli.analysis.statistics import holm, holm_levels, paired_test
+from aggcli.analysis.power import (
+    POWER,
+    power_at,
+    power_of,
+    runs_needed,
+    seeds_needed,
+    smallest_difference,
+    welch_power_at,
+)
+from aggcli.analysis.statistics import DifferenceTest, Interval, holm, holm_levels, paired_test, welch_test
 from tests.cli import aggcli, refused
 from tests.test_results import comparison
 
@@ -20,7 +28,35 @@ def test_the_smallest_difference_of_two_seeds_is_that_of_the_cauchy_law():
     """One degree of freedom: the quantile of p is tan(pi (p - 1/2)), so 12.7062 + 1.3764, over the root of 2 seeds."""
     by_hand = 0.3 * (math.tan(math.pi * 0.475) + math.tan(math.pi * 0.3)) / math.sqrt(2)
     assert smallest_difference(0.3, 2, 0.05) == pytest.approx(by_hand, rel=1e-9)
-    assert power_of(0.3, 2, 0.05).smallest == pytest.approx(by_hand, rel=1e-9)
+    found = power_of(DifferenceTest(Interval(0.1, -1, 1, 2), 0.5, None, 0.3), 0.05)
+    assert found is not None
+    assert (found.smallest, found.each) == (pytest.approx(by_hand, rel=1e-9), "seeds")
+
+
+@pytest.mark.parametrize(("effect", "runs"), [(0.2, 394), (0.5, 64), (0.8, 26)])
+def test_the_runs_of_two_arms_that_are_not_paired_are_those_of_the_tables(effect: float, runs: int):
+    """Cohen (1988): two-sided 5 %, power 80 %, two samples of one spread, where Welch's freedom is the pooled one."""
+    assert runs_needed(effect, (1.0, 1.0), 0.05) == runs_needed(-2 * effect, (4.0, 4.0), 0.05) == runs
+
+
+def test_what_welchs_test_could_have_shown_where_the_baseline_has_no_spread_is_that_of_one_sample():
+    """Two runs against two that are equal: one degree of freedom, and the error is that of the two."""
+    test = welch_test([1.0, 2.0], [4.0, 4.0])
+    found = power_of(test, 0.05)
+    assert found is not None
+    assert found.smallest == pytest.approx(
+        math.sqrt(0.5) * (math.tan(math.pi * 0.475) + math.tan(math.pi * 0.3)) / math.sqrt(2)
+    )
+    assert found.each == "runs an arm"
+    assert power_of(welch_test([1.0], [4.0, 5.0]), 0.05) is None
+
+
+def test_the_power_of_welchs_test_is_the_share_of_planted_differences_that_it_shows():
+    """Standard deviations 1 and 3, six runs each: 20000 comparisons drawn; the share may be 0.01 off, three of its errors."""
+    rng, level = np.random.default_rng(0), 0.01
+    mine, base = rng.normal(4.0, 1.0, (20000, 6)), rng.normal(0.0, 3.0, (20000, 6))
+    p = np.asarray(stats.ttest_ind(mine, base, axis=1, equal_var=False).pvalue)  # pyright: ignore[reportAttributeAccessIssue]
+    assert welch_power_at(4.0, (1.0, 9.0), 6, level) == pytest.approx(float((p < level).mean()), abs=0.01)
 
 
 @pytest.mark.parametrize(("effect", "seeds"), [(0.2, 199), (0.5, 34), (0.8, 15)])

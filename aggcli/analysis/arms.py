@@ -19,11 +19,12 @@ from natsort import natsorted
 from aggcli.analysis.directories import holds_results
 from aggcli.analysis.histories import MEASURES, Floats, History, read_histories
 from aggcli.analysis.log_names import KEYS, KNOWN, column_of, like
-from aggcli.analysis.logs import MOST, STEP_NAMES, Log, read_logs
+from aggcli.analysis.logs import MOST, STATE, STEP_NAMES, Log, read_logs
 from aggcli.errors import RecordError, SettingError, nearest, some
 from aggcli.measurement.words import listed, plural
 
 _SEED = re.compile(r"(?:^|[^a-z0-9])(?:seed[-_=]?|s)(\d{1,9})(?![0-9a-z])", re.IGNORECASE)
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 _COMPARED = ("accuracy", "raw_reward", "response_length")
 """Measures without any of which a run has nothing to compare."""
 
@@ -63,7 +64,7 @@ def read_arms(curves: Sequence[str], metrics: Sequence[str] = ()) -> Arms:
     _need_one_axis(arms)
     paired = _are_paired(arms)
     runs = [replace(one.run, seed=seed) for own in arms.values() for one, seed in zip(own, _seeds(own), strict=True)]
-    return Arms(tuple(runs), paired, (*_what_was_read(arms), *_pairing(arms, paired)))
+    return Arms(tuple(runs), paired, (*_what_was_read(arms), *_alike(arms), *_pairing(arms, paired)))
 
 
 # -- what was asked for ---------------------------------------------------------------------------------------------
@@ -86,7 +87,6 @@ def _columns(metrics: Sequence[str]) -> dict[str, str]:
 def _places(curves: Sequence[str]) -> dict[str, list[Path]]:
     """Arm -> the files and folders that its pattern matches."""
     found: dict[str, list[Path]] = {}
-    taken: dict[Path, str] = {}
     for given in curves:
         name, equals, pattern = given.partition("=")
         if not (name.strip() and equals and pattern):
@@ -96,12 +96,47 @@ def _places(curves: Sequence[str]) -> dict[str, list[Path]]:
         paths = [Path(path) for path in natsorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
         if not paths:
             raise SettingError(f"--curves {given}: nothing matches {pattern}")
-        for path in paths:
-            other = taken.setdefault(path.resolve(), name)
-            if other != name:
-                raise SettingError(f"--curves {given}: {path} is a run of {other} already; a run is of one arm")
         found[name] = paths
+    _need_each_once([(name, path) for name, paths in found.items() for path in paths])
     return found
+
+
+def _need_each_once(given: Sequence[tuple[str, Path]]) -> None:
+    """Raises `SettingError` for a run that would count twice: under two names, beside its folder, or as two checkpoints."""
+    taken: dict[Path, tuple[str, Path]] = {}
+    for name, path in given:
+        other, there = taken.setdefault(_run_of(path.resolve()), (name, path))
+        if other != name:
+            raise SettingError(f"--curves {name}: {path} is a run of {other} already; a run is of one arm")
+        if there != path:
+            raise SettingError(f"--curves {name}: {there} and {path} are of one run, which would count twice; give its folder")
+    for name, path in given:
+        for folder in path.resolve().parents:
+            if folder in taken and taken[folder][1] != path:
+                raise SettingError(f"--curves {name}: {path} lies in {taken[folder][1]}, which is given too; a run counts once")
+
+
+def _run_of(place: Path) -> Path:
+    """The folder of the run that a checkpoint is of; any other place itself."""
+    folder = place.parent if place.name == STATE else place
+    return folder.parent if _CHECKPOINT.fullmatch(folder.name) else place
+
+
+def _alike(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
+    """Runs that hold the same numbers, as copies of one do, and two of an arm are no two samples."""
+    runs = [one.run for own in arms.values() for one in own]
+    said = []
+    for at, run in enumerate(runs):
+        for other in runs[:at]:
+            _, mine, theirs = np.intersect1d(run.steps, other.steps, assume_unique=True, return_indices=True)
+            pairs = [(run.measures[name][mine], other.measures[name][theirs]) for name in _COMPARED]
+            pairs = [(own, base) for own, base in pairs if np.isfinite(own).any()]
+            if len(mine) > 1 and pairs and all(np.array_equal(own, base, equal_nan=True) for own, base in pairs):
+                said.append(
+                    f"{run.source or run.directory} holds the same numbers as {other.source or other.directory} at all"
+                    f" {len(mine)} steps that both have; if it is one run, give it once"
+                )
+    return said if len(said) < 4 else [*said[:3], f"and so do {plural(len(said) - 3, 'other pair')} of runs"]
 
 
 # -- one run --------------------------------------------------------------------------------------------------------
@@ -280,12 +315,17 @@ def _what_was_read(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
 
 
 def _lost(one: _Read) -> list[str]:
-    """Which of a log's numbers are none to reckon with, and from which step on; and which end before the others do, by more
-    than they ever pause: a NaN is a blank cell in some exports."""
+    """Which of a log's numbers are none to reckon with, and from which step on; which were logged twice; and which end before
+    the others do, by more than they ever pause: a NaN is a blank cell in some exports."""
     if one.log is None:
         return []
-    said = []
+    said = [f"{one.run.source} is a saved terminal: its numbers have the digits that were printed"] if one.log.printed else []
     for key, column in one.used.items():
+        if again := one.log.again.get(column):
+            said.append(
+                f"{KNOWN[key].word} of {one.run.source} is logged again, with another number, at {plural(len(again), 'step')}"
+                f" ({some(again, 3)}), as by a run that was resumed; the later number counts"
+            )
         known, lost = one.log.columns[column][0], one.log.lost.get(column, ())
         last = known[-1] if known.size else -1
         if not lost:

@@ -76,11 +76,8 @@ class Pair:
 
     @functools.cached_property
     def power(self) -> Power | None:
-        """What the pair could have shown; None where its differences have no spread, and where it is not paired by seed."""
-        std, n = self.test.std, self.test.difference.n
-        if self.level is None or not std or self.test.runs is not None:
-            return None
-        return power_of(std, n, self.level, self.most)
+        """What the pair could have shown; None where its differences have no spread."""
+        return power_of(self.test, self.level, self.most)
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,8 @@ class Comparison:
     `defined`: what each of them is, by name; `window`: the share of the common range that they are means of; `length_unit`:
     what the lengths are counted in; `recorded`: whether the rollouts were recorded before, so that nothing was left to chance.
     `ratios`: the exponents of fitted curves, which are tested too; `tests`: how many tests Holm's correction is over; `paired`:
-    whether arms are compared seed by seed, or run against run without pairs.
+    whether arms are compared seed by seed, or run against run without pairs; `of_others`: whether runs are among them that
+    other trainers made, whose arms may differ in anything.
     """
 
     baseline: str
@@ -128,11 +126,17 @@ class Comparison:
     ratios: tuple[EfficiencyPair, ...] = ()
     tests: int = 0
     paired: bool = True
+    of_others: bool = False
 
     @property
     def each(self) -> str:
         """What a number of an arm is of: a seed, or a run whose seed is not known."""
         return "seed" if self.paired else "run"
+
+    @property
+    def arm(self) -> str:
+        """What is compared: modes, or arms that may differ in anything."""
+        return "arm" if self.of_others else "mode"
 
     def named(self, outcome: str) -> str:
         """An outcome as the table names it: `tokens to accuracy 0.75`."""
@@ -161,7 +165,8 @@ def compare(
     base = next(iter(arms))
     terms = Terms(window, default_reach(arms[base], window) if reach is None else reach, ends or {})
     outcomes: dict[str, dict[str, Estimate]] = {}
-    defined = {**OUTCOMES, "tokens": LOGGED_BEFORE} if any(run.source for run in runs) else OUTCOMES
+    of_others = any(run.source for run in runs)
+    defined = {**OUTCOMES, "tokens": LOGGED_BEFORE} if of_others else OUTCOMES
     for outcome in defined.values():
         if outcome.measure == "raw_reward" and _reward_is_accuracy(runs):
             continue
@@ -171,10 +176,8 @@ def compare(
             outcomes[outcome.name] = _with_pairs(outcome, present, arms, base, terms, _pair if paired else _unpaired)
     notes = [*_notes(arms, base, outcomes, paired), *_not_reached(arms, outcomes, terms.reach), *_all_wrong(outcomes)]
     notes += _unequal_ends(arms, base) if terms.ends else []
-    found = Comparison(
-        base, tuple(arms), outcomes, terms.reach, tuple(notes), defined, window, ratios=tuple(ratios), paired=paired
-    )
-    return _corrected(found)
+    found = Comparison(base, tuple(arms), outcomes, terms.reach, tuple(notes), defined, window)
+    return _corrected(dataclasses.replace(found, ratios=tuple(ratios), paired=paired, of_others=of_others))
 
 
 def _corrected(comparison: Comparison) -> Comparison:

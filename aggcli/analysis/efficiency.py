@@ -74,10 +74,8 @@ class EfficiencyPair:
 
     @property
     def power(self) -> Power | None:
-        """What the pair could have shown, in ln B; None where its differences have no spread, and where it is not paired."""
-        if self.level is None or not self.test.std or self.test.runs is not None:
-            return None
-        return power_of(self.test.std, self.test.difference.n, self.level)
+        """What the pair could have shown, in ln B; None where its differences have no spread."""
+        return power_of(self.test, self.level)
 
 
 def fit_runs(

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from aggcli.analysis.histories import History
 from aggcli.analysis.reading import Lines, read_lines, repeated_in_words, run_directories, run_manifest
 from aggcli.analysis.settings import arm_labels
 from aggcli.analysis.units import length_unit_of, one_length_unit
@@ -101,6 +102,24 @@ def read_frames(directories: Sequence[Path], *, only_metrics: bool = False) -> F
         samples=_samples(detailed),
         notes=(*empty, *repeated_in_words({run.directory: read[run.label].repeated for run in runs})),
         silent=silent,
+        length_unit=one_length_unit({run.directory: run.length_unit for run in runs}),
+    )
+
+
+def frames_of(runs: Sequence[History]) -> Frames:
+    """The frames of runs of which only the compared measures are at hand, as of other trainers' logs: `metrics` with a column a
+    measure, and nothing else. A run is labelled by the log, or the directory, that it was read from."""
+    found = [Run(run.source or str(run.directory), run.mode, run.directory, run.label) for run in runs]
+    parts = [
+        pd.DataFrame({"run": named.label, "mode": run.label, "step": run.steps, "rollout_step": run.steps, **run.measures})
+        for named, run in zip(found, runs, strict=True)
+    ]
+    return Frames(
+        runs=tuple(found),
+        metrics=pd.concat(parts, ignore_index=True),
+        layouts=_frame([], "layout"),
+        ranks=_frame([], "layout", "rank", "idle"),
+        samples=_samples([]),
         length_unit=one_length_unit({run.directory: run.length_unit for run in runs}),
     )
 

@@ -49,6 +49,8 @@ KNOWN = {
 }
 """By their key. `step` in `--metric` is the column that counts steps (`aggcli.analysis.logs.STEP_NAMES`)."""
 KEYS = (*KNOWN, "step")
+WORDS = {one.measure: one.word for one in KNOWN.values() if one.measure != "tokens"}
+"""Measure of a `History` -> what it is called in a sentence, in the order in which measures are drawn."""
 
 
 def column_of(known: Known, columns: Iterable[str]) -> str | None:

@@ -6,6 +6,7 @@ TRL, and JSON lines as verl writes them. Each run becomes columns of numbers ove
     CSV of W&B           a run's history (a column a metric), or a panel's export (columns `<run> - <metric>`, several runs)
     CSV of MLflow        a metric history: the columns key, value and step, and run_id where there are several runs
     JSON lines           flat objects, or `{"step": ..., "data": {...}}` as verl's file logger writes them
+    .log, .txt, .out     a saved terminal, of which verl's and slime's lines are read (`aggcli.analysis.console_logs`)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import numpy as np
 from natsort import natsorted
 from numpy.typing import NDArray
 
+from aggcli.analysis.console_logs import printed_numbers
 from aggcli.errors import RecordError, nearest, some
 
 STEP_NAMES = ("train/global_step", "global_step", "training/global_step", "trainer/global_step", "step", "rollout/step")
@@ -43,7 +45,9 @@ MOST = 1e150
 class Log:
     """A run's log. `name`: its file or folder, and which run of the file where that holds several; `axis`: what its steps are
     called there; `columns`: name -> (steps [E], sorted, each once; numbers [E], finite); `lost`: name -> the steps, sorted, at
-    which it was logged as NaN, infinite or at or beyond `MOST`, so that these numbers are not among the others.
+    which it was logged as NaN, infinite or at or beyond `MOST`, so that these numbers are not among the others; `again`: name
+    -> the steps, sorted, of which it holds several numbers that differ, the last of which counts; `printed`: whether the
+    numbers are those of a terminal, with the digits that were printed.
     """
 
     path: Path
@@ -51,6 +55,8 @@ class Log:
     axis: str
     columns: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]
     lost: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    again: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    printed: bool = False
 
 
 def read_logs(path: Path, axis: str | None = None) -> list[Log]:
@@ -63,10 +69,12 @@ def read_logs(path: Path, axis: str | None = None) -> list[Log]:
     if "tfevents" in path.name:
         return [_log(path, str(path), "step", _events([path]))]
     readers: dict[str, Callable[[Path, str | None], list[Log]]] = {".csv": _csv, ".jsonl": _lines, ".json": _state}
+    readers |= dict.fromkeys((".log", ".txt", ".out"), _terminal)
     reader = readers.get(path.suffix)
     if reader is None:
         raise RecordError(
-            f"{path}: is no log that is read here: event files, .csv, .jsonl, {STATE}, and results directories are"
+            f"{path}: is no log that is read here: event files, .csv, .jsonl, {STATE}, verl's and slime's lines in a .log,"
+            " .txt or .out, and results directories are"
         )
     return reader(path, axis)
 
@@ -176,6 +184,18 @@ def _triples(path: Path, axis: str, rows: Iterable[Mapping[str, Any]]) -> Iterat
         for name, value in row.items():
             if name != axis and (number := _number(value)) is not None:
                 yield name, step, number
+
+
+def _terminal(path: Path, axis: str | None) -> list[Log]:
+    """A saved terminal. Raises `RecordError` where no line is one of verl's or slime's."""
+    if axis is not None:
+        raise RecordError(f"{path}: printed lines are counted by their own step; leave out --metric step={axis}")
+    numbers = list(printed_numbers(_text(path)))
+    if not numbers:
+        raise RecordError(
+            f"{path}: holds no line of a step as verl (step:1 - critic/score/mean:0.5) or slime (rollout 1: {{...}}) print it"
+        )
+    return [replace(_log(path, str(path), "step", numbers), printed=True)]
 
 
 # -- CSV ------------------------------------------------------------------------------------------------------------
@@ -291,8 +311,12 @@ def _number(value: Any) -> float | None:
 
 def _log(path: Path, name: str, axis: str, numbers: Iterable[tuple[str, int, float]]) -> Log:
     found: dict[str, dict[int, float]] = {}
+    again: dict[str, set[int]] = {}
     for column, step, value in numbers:
-        found.setdefault(column, {})[step] = value
+        own = found.setdefault(column, {})
+        if not (own.get(step, value) == value or math.isnan(value)):
+            again.setdefault(column, set()).add(step)
+        own[step] = value
     columns, lost = {}, {}
     for column, values in found.items():
         steps = sorted(step for step, value in values.items() if abs(value) < MOST)
@@ -301,4 +325,4 @@ def _log(path: Path, name: str, axis: str, numbers: Iterable[tuple[str, int, flo
             lost[column] = sorted(values.keys() - set(steps))
     if not any(steps.size for steps, _ in columns.values()):
         raise RecordError(f"{name}: holds no number over steps")
-    return Log(path, name, axis, columns, lost)
+    return Log(path, name, axis, columns, lost, {column: sorted(steps) for column, steps in again.items()})

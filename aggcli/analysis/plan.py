@@ -1,4 +1,4 @@
-"""How many seeds show a difference of a given size, from the spread of the paired differences that a comparison found."""
+"""How many seeds show a difference of a given size, from the spread that a comparison found."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from aggcli.analysis.comparison import Comparison
-from aggcli.analysis.power import MOST_SEEDS, POWER, seeds_needed
-from aggcli.analysis.statistics import ALPHA
+from aggcli.analysis.power import MOST_SEEDS, POWER, runs_needed, seeds_needed
+from aggcli.analysis.statistics import ALPHA, DifferenceTest
 from aggcli.errors import SettingError, nearest
 from aggcli.measurement.words import number, plural
 
@@ -17,6 +17,8 @@ class PlannedPair:
     """A mode against the baseline. `std`: of the paired differences of its `n` seeds, with n-1, None where they have no spread
     to plan by; `seeds`: that the difference takes at Holm's first step over as many tests as here; `seeds_alone`: as the only
     test, at 5 %. Both None beyond `power.MOST_SEEDS`, and without a spread.
+
+    Where runs are not paired, `runs` and `variances` are those of `DifferenceTest`, and `seeds` counts runs of each arm.
     """
 
     mode: str
@@ -24,6 +26,8 @@ class PlannedPair:
     std: float | None
     seeds: int | None
     seeds_alone: int | None
+    runs: tuple[int, int] | None = None
+    variances: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,17 @@ class Plan:
     tests: int
     level: float
     pairs: tuple[PlannedPair, ...]
+    baseline: str
+    paired: bool = True
 
     @property
     def heading(self) -> str:
         """What is planned."""
         unit = "" if self.unit in ("", "share") else f" {self.unit}"
+        what, of = ("seeds", "differences") if self.paired else ("runs of each arm", "runs")
         return (
-            f"seeds that show a difference of {number(self.difference, 3)}{unit} in {self.head} with {100 * POWER:g} % power,"
-            " if the spread of the differences is what it was here"
+            f"{what} that show a difference of {number(self.difference, 3)}{unit} in {self.head} with {100 * POWER:g} % power,"
+            f" if the spread of the {of} is what it was here"
         )
 
     @property
@@ -54,12 +61,25 @@ class Plan:
         """`b: 14 seeds among 26 tests, 9 as the only one (differences spread by 0.0083 over 3 seeds)`."""
         return tuple(self._line(one) for one in self.pairs)
 
+    def _count(self, count: int | None) -> str:
+        each = "seed" if self.paired else "run"
+        return f"more than {MOST_SEEDS} {each}s" if count is None else plural(count, each)
+
     def _line(self, one: PlannedPair) -> str:
-        if one.std is None:
+        if one.std is None and one.runs is None:
             return f"{one.mode}: not known, its differences have no spread over {plural(one.n, 'seed')}"
-        among = _seeds(one.seeds)
+        if one.std is None or (one.runs is not None and one.variances is None):
+            return f"{one.mode}: not known, an arm has one run, or neither has a spread"
+        among = self._count(one.seeds)
         if self.tests > 1:
-            among += f" among {self.tests} tests corrected by Holm, {_seeds(one.seeds_alone)} as the only test"
+            among += f" among {self.tests} tests corrected by Holm, {self._count(one.seeds_alone)} as the only test"
+        if one.runs is not None and one.variances is not None:
+            whose = ("its", f"{self.baseline}'s")
+            of = (
+                f"{own} {plural(n, 'run')} {number(math.sqrt(v), 3)}"
+                for own, n, v in zip(whose, one.runs, one.variances, strict=True)
+            )
+            return f"{one.mode}: {among} (standard deviation over {', over '.join(of)})"
         return f"{one.mode}: {among} (standard deviation of its differences {number(one.std, 3)}, from {one.n} seeds)"
 
 
@@ -75,14 +95,23 @@ def plan_of(comparison: Comparison, difference: float, outcome: str) -> Plan:
     found = []
     for label, one in comparison.outcomes[outcome].items():
         if one.pair is not None:
-            std = one.pair.test.std
-            seeds = (None, None) if not std else (seeds_needed(difference, std, at) for at in (level, ALPHA))
-            found.append(PlannedPair(label, one.pair.test.difference.n, std or None, *seeds))
+            test = one.pair.test
+            among, alone = (_needed(test, difference, at) for at in (level, ALPHA))
+            about = (label, test.difference.n, test.std or None)
+            found.append(PlannedPair(*about, among, alone, test.runs, test.variances))
     if not found:
-        raise SettingError(f"--plan: no mode is paired with {comparison.baseline} in {outcome}, so nothing tells the spread")
+        how = "paired" if comparison.paired else "compared"
+        raise SettingError(
+            f"--plan: no {comparison.arm} is {how} with {comparison.baseline} in {outcome}, so nothing tells the spread"
+        )
     unit = comparison.defined[outcome].unit
-    return Plan(outcome, comparison.named(outcome), unit, difference, comparison.tests, level, tuple(found))
+    about = (outcome, comparison.named(outcome), unit, difference, comparison.tests, level)
+    return Plan(*about, tuple(found), comparison.baseline, comparison.paired)
 
 
-def _seeds(count: int | None) -> str:
-    return f"more than {MOST_SEEDS} seeds" if count is None else plural(count, "seed")
+def _needed(test: DifferenceTest, difference: float, level: float) -> int | None:
+    if not test.std:
+        return None
+    if test.variances is not None:
+        return runs_needed(difference, test.variances, level)
+    return seeds_needed(difference, test.std, level)

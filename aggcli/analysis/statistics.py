@@ -21,7 +21,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.special import expit, logit, stdtrit
@@ -74,7 +73,7 @@ class DifferenceTest:
 
     Not paired: `runs` are the numbers of runs of the arm and of the baseline, None where paired; `difference.n` is the smaller;
     `p` is Welch's, None where an arm is of one run or neither has a spread, and there is no interval then; no `sign_flip`;
-    `std`: root of the mean of the two variances.
+    `std`: root of the mean of the two `variances`, those of the arm and of the baseline with n-1.
     """
 
     difference: Interval
@@ -82,6 +81,7 @@ class DifferenceTest:
     sign_flip: SignFlip | None
     std: float | None = None
     runs: tuple[int, int] | None = None
+    variances: tuple[float, float] | None = None
 
 
 def student_t(freedom: float) -> float:
@@ -220,10 +220,22 @@ def welch_test(values: Sequence[float], baseline: Sequence[float], bounds: Bound
         return DifferenceTest(Interval(difference, None, None, min(runs)), None, None, runs=runs)
     from scipy import stats
 
-    found: Any = stats.ttest_ind(values, baseline, equal_var=False)  # the stubs know no result with an interval
-    low, high = map(float, found.confidence_interval(CONFIDENCE))
-    std = math.sqrt(float(np.var(values, ddof=1) + np.var(baseline, ddof=1)) / 2)
-    return DifferenceTest(cut(Interval(difference, low, high, min(runs)), bounds), float(found.pvalue), None, std, runs)
+    variances = (float(np.var(values, ddof=1)), float(np.var(baseline, ddof=1)))
+    error, freedom = welch_error(variances, runs)
+    # from the moments: from the numbers scipy warns on stderr where those of an arm are equal
+    found = stats.ttest_ind_from_stats(
+        difference, math.sqrt(variances[0]), runs[0], 0.0, math.sqrt(variances[1]), runs[1], False
+    )
+    reach = student_t(freedom) * error
+    told = cut(Interval(difference, difference - reach, difference + reach, min(runs)), bounds)
+    return DifferenceTest(told, float(found.pvalue), None, math.sqrt(sum(variances) / 2), runs, variances)  # pyright: ignore[reportArgumentType]: the stubs know no number
+
+
+def welch_error(variances: tuple[float, float], runs: tuple[int, int]) -> tuple[float, float]:
+    """The standard error of a difference of two means, and its degrees of freedom by Welch and Satterthwaite."""
+    parts = [variance / n for variance, n in zip(variances, runs, strict=True)]
+    freedom = sum(parts) ** 2 / sum(part**2 / (n - 1) for part, n in zip(parts, runs, strict=True))
+    return math.sqrt(sum(parts)), freedom
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

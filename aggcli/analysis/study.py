@@ -26,12 +26,13 @@ from aggcli.measurement.words import plural
 
 @dataclass(frozen=True)
 class Curves:
-    """The fitted curves of the compared runs, `measure` against compute in `unit`; empty where none were fitted."""
+    """The fitted curves of the compared runs, `measure` against compute in `unit`, on `axis`; empty where none were fitted."""
 
     fitted: tuple[FittedRun, ...] = ()
     ratios: tuple[EfficiencyPair, ...] = ()
     unit: str = AXES["tokens"]
     measure: str = "accuracy"
+    axis: str = "tokens"
 
     @property
     def of_modes(self) -> dict[str, ModeCurve]:
@@ -115,14 +116,15 @@ def study(
 
 def _curves(runs: Sequence[History], baseline: str, fit: bool | None, axis: str, paired: bool) -> tuple[Curves, list[str]]:
     """The curves, and notes on those that are not fitted."""
-    if fit is False:
-        return Curves(), []
-    if fit is None and len(runs) > MOST_FITS:
-        return Curves(), [f"{len(runs)} runs: no curves are fitted to more than {MOST_FITS} unless --fit asks for it"]
     measure = "accuracy" if any(np.isfinite(run.measures["accuracy"]).any() for run in runs) else "raw_reward"
+    if fit is False:
+        return Curves(measure=measure), []
+    if fit is None and len(runs) > MOST_FITS:
+        note = f"{len(runs)} runs: no curves are fitted to more than {MOST_FITS} unless --fit asks for it"
+        return Curves(measure=measure), [note]
     fitted = fit_runs(runs, axis, measure)
     unit = LOGGED_TOKENS if axis == "tokens" and any(run.source for run in runs) else AXES[axis]
-    found = Curves(tuple(fitted), tuple(efficiency(fitted, baseline, axis, measure, paired=paired)), unit, measure)
+    found = Curves(tuple(fitted), tuple(efficiency(fitted, baseline, axis, measure, paired=paired)), unit, measure, axis)
     notes = [
         f"{label}: no curve is fitted to {len(curve.refused)} of its runs ({curve.refused[0]}"
         + (f"; {len(curve.refused) - 1} more not shown)" if len(curve.refused) > 1 else ")")

@@ -38,11 +38,15 @@ def verdict(comparison: Comparison, runs: Sequence[History] = ()) -> Verdict:
 def _answer(comparison: Comparison, rankings: Sequence[Ranking], behind: str) -> Answer:
     effects, base = effects_of(comparison), comparison.baseline
     if len(comparison.labels) == 1:
-        return Answer((_alone(comparison, behind), f"{base} is the only mode here: there is nothing to compare it with."))
+        return Answer(
+            (_alone(comparison, behind), f"{base} is the only {comparison.arm} here: there is nothing to compare it with.")
+        )
     if not comparison.outcomes:
         return Answer(("No verdict: no accuracy, reward or length was recorded, and pg_loss says nothing about success.",))
     if not effects:
-        return Answer((f"No verdict: no other mode can be paired with {base}.",))
+        return Answer(
+            (f"No verdict: no other {comparison.arm} can be {'paired' if comparison.paired else 'compared'} with {base}.",)
+        )
     if not comparison.tests:
         return Answer((_untested(comparison, rankings, effects), f"Give more {comparison.each}s."))
     shown = [one for one in effects if one.shown]
@@ -85,7 +89,7 @@ def _untested(comparison: Comparison, rankings: Sequence[Ranking], effects: Sequ
     base = comparison.baseline
     success = rankings[0].outcome if rankings else effects[0].outcome
     own = [one for one in effects if one.outcome == success]
-    labels = listed(_few([one.label for one in own]), "or") if own else "another mode"
+    labels = listed(_few([one.label for one in own]), "or") if own else f"another {comparison.arm}"
     sizes = "; ".join(f"{one.label}: {one.text}" for one in own[:_MOST])
     why = "One seed" if comparison.paired else "An arm of one run, or runs that do not differ"
     return f"{why}: no interval and no test, so no difference can be shown between {base} and {labels} ({sizes})."
@@ -175,7 +179,7 @@ def _power(comparison: Comparison, rankings: Sequence[Ranking]) -> str:
     able = [one for one in found.values() if one.possible]
     never = [label for label, one in found.items() if not one.possible]
     under = f" under {listed(_few(never), 'or')}" if able and never else ""
-    n = plural(min(pairs[label].test.difference.n for label in never), "seed") if never else ""
+    n = plural(min(pairs[label].test.difference.n for label in never), comparison.each) if never else ""
     none = f"no possible difference in {word} would have been shown{under} with 80 % power: {n} at this spread"
     if not able:
         return none
@@ -183,8 +187,8 @@ def _power(comparison: Comparison, rankings: Sequence[Ranking]) -> str:
     sizes = list(dict.fromkeys(number(one.smallest, 2) for one in (smallest[0], smallest[-1])))
     seeds = [one.seeds_for_half for one in able]
     most = max((MOST_SEEDS + 1 if one is None else one) for one in seeds)
-    takes = f"more than {MOST_SEEDS} seeds" if most > MOST_SEEDS else f"{most} seeds"
-    by_mode = f" to {sizes[-1]}, by mode" if len(sizes) > 1 else ""
+    takes = f"{f'more than {MOST_SEEDS}' if most > MOST_SEEDS else most} {able[0].each}"
+    by_mode = f" to {sizes[-1]}, by {comparison.arm}" if len(sizes) > 1 else ""
     return (
         f"the smallest difference in {word} that would have been shown with 80 % power is {sizes[0]}{by_mode}, and half of that"
         f" takes {takes} if the spread stays as it is{f'; {none}' if never else ''}"
@@ -194,7 +198,11 @@ def _power(comparison: Comparison, rankings: Sequence[Ranking]) -> str:
 def _sureness(comparison: Comparison, behind: str) -> str:
     """`3 seeds, so only large differences can be shown; an accuracy is of 512 fresh prompts a seed; p < 5 % ...`"""
     counts = sorted({pair.test.difference.n for pair in _all_pairs(comparison) if _is_tested(pair)})
-    seeds = plural(counts[-1], "seed") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds, by outcome and mode"
+    seeds = (
+        plural(counts[-1], "seed")
+        if len(counts) == 1
+        else f"{counts[0]} to {counts[-1]} seeds, by outcome and {comparison.arm}"
+    )
     seeds = seeds if comparison.paired else _runs(comparison)
     few = ", so few that only large differences can be shown" if counts[-1] <= FEW_SEEDS else ""
     if not comparison.paired:

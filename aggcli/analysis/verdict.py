@@ -151,7 +151,7 @@ def could_show(power: Power | None) -> str:
         return ""
     if not power.possible:
         return "; at this spread no possible difference would have been shown with 80 % power"
-    half = "" if power.seeds_for_half is None else f", half of it with {power.seeds_for_half} seeds"
+    half = "" if power.seeds_for_half is None else f", half of it with {power.seeds_for_half} {power.each}"
     return f"; smallest difference at 80 % power {number(power.smallest, 3)}{half}"
 
 

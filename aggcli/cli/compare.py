@@ -91,7 +91,7 @@ def compare(
         _of_logs(
             "--curves",
             "NAME=PATTERN",
-            "An arm of runs of other trainers. Event files, trainer_state.json, CSV or JSON lines; give one for each arm.",
+            "An arm of runs of other trainers. Event files, trainer_state.json, CSV, JSON lines or a terminal's; one each arm.",
         ),
     ] = None,
     metric: Annotated[
@@ -147,25 +147,36 @@ def compare(
     prompt_mean is left out, with the reason, where rollouts have no group_index, unless --modes asks for it.
     """
     directories, rollouts = _told_apart(paths or ())
+    kept = _kept(paths or ())
     given = with_paths(given, rollouts)
     if metric and not curves:
         raise SettingError("--metric: names a column of the logs of other trainers; give their runs with --curves")
-    if directories or curves:
+    if directories or curves or kept:
         if directories and curves:
             raise SettingError(
                 f"{directories[0]}: results directories beside --curves are an arm too: --curves NAME={directories[0]}"
             )
-        names = [*map(flag, given), *_asked_for(context, "config", "output", "overwrite", "samples", "dry_run", "resume")]
+        if kept and (curves or len(paths or ()) > 1):
+            raise SettingError(
+                f"{kept[0]}: holds runs of other trainers, which are compared alone; give all of their logs with --curves"
+            )
+        written = () if curves else ("output", "overwrite")
+        names = [*map(flag, given), *_asked_for(context, "config", *written, "samples", "dry_run", "resume")]
         if names:
             what = "results directories" if directories else "logs"
             it = "it" if len(names) == 1 else "them"
             raise SettingError(f"{', '.join(names)}: nothing is run when {what} are compared; leave {it} out")
-        from aggcli.jobs.compare import ComparisonOptions, compare_curves
+        from aggcli.jobs.compare import ComparisonOptions
         from aggcli.jobs.compare import compare as compared
+        from aggcli.jobs.curves import compare_curves, compare_kept
 
         check_format(format)
+        asked = _asked_for(context, *_WITH_DIRECTORIES)
         options = ComparisonOptions(baseline, precision, sort_by, only_changed, reach, window, fit, axis, plan, plan_outcome)
-        found = compare_curves(curves, metric or (), options) if curves else compared(directories, options)
+        if curves:
+            found = compare_curves(curves, metric or (), options, output, overwrite=overwrite)
+        else:
+            found = compare_kept(Path(kept[0]), options if asked else None) if kept else compared(directories, options)
         print_comparison(found, "json" if json else format)
         return ExitCode.DONE
     if names := _asked_for(context, *_WITH_DIRECTORIES):
@@ -184,13 +195,20 @@ def _told_apart(paths: Sequence[str]) -> tuple[list[Path], list[str]]:
     from aggcli.analysis.directories import holds_results
 
     directories = [Path(path) for path in paths if holds_results(Path(path))]
-    rollouts = [path for path in paths if not holds_results(Path(path))]
+    rollouts = [path for path in paths if not holds_results(Path(path)) and path not in _kept(paths)]
     if directories and rollouts:
         raise SettingError(
             f"{directories[0]} is a results directory and {rollouts[0]} is not: results are compared with results, rollouts are"
             " replayed; name the one or the other"
         )
     return directories, rollouts
+
+
+def _kept(paths: Sequence[str]) -> list[str]:
+    """The folders among the paths in which runs of other trainers were kept."""
+    from aggcli.analysis.kept_curves import holds_curves
+
+    return [path for path in paths if holds_curves(Path(path))]
 
 
 def _asked_for(context: typer.Context, *names: str) -> list[str]:

@@ -40,5 +40,5 @@ def print_comparison(found: ComparisonResult, format: str) -> None:
         print(f"{verdicts.verdict_comments(verdict)}\n{tables.latex_table(rows, precision, found.caption_for(format))}")
     else:
         show(found.tables())
-    for note in notes:
+    for note in [*notes, *([] if found.page is None else [f"page: {found.page}"])]:
         say(note)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from aggcli.analysis.answer import Answer
+    from aggcli.analysis.arms import Arms
     from aggcli.analysis.histories import History
     from aggcli.analysis.plan import Plan
     from aggcli.analysis.study import Study
@@ -67,7 +68,7 @@ class ComparisonOptions:
 @dataclass(frozen=True)
 class ComparisonResult(Shown):
     """What a comparison of recorded runs found. `rows`: those of its table; `notes`: what is to be known of the runs; `plan`:
-    the seeds that a difference takes, where it was asked for.
+    the seeds that a difference takes, where it was asked for; `page`: that which was written of it.
     """
 
     options: ComparisonOptions
@@ -75,6 +76,7 @@ class ComparisonResult(Shown):
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     plan: Plan | None = None
+    page: Path | None = None
 
     @property
     def answer(self) -> Answer:
@@ -137,6 +139,7 @@ class ComparisonResult(Shown):
             "diverged": [{"mode": one.label, "seed": one.seed, "step": one.step, "text": one.text} for one in study.diverged],
             "differing_settings": [{**asdict(one), "values": dict(one.values)} for one in study.differing],
             "notes": list(self.notes),
+            **({} if self.page is None else {"report": str(self.page)}),
         }
 
     def tables(self) -> list[Any]:
@@ -160,25 +163,9 @@ def compare(directories: Sequence[Path], options: ComparisonOptions | None = Non
     return _compared(read, notes, options or ComparisonOptions(), silent=without_steps(directories, read))
 
 
-def compare_curves(
-    curves: Sequence[str], metrics: Sequence[str] = (), options: ComparisonOptions | None = None
-) -> ComparisonResult:
-    """Compare runs that other trainers made, by arm. `curves`: `NAME=PATTERN`, an arm each; `metrics`: `KEY=COLUMN`
-    (`aggcli.analysis.arms`). Raises `SettingError` and `RecordError`.
-    """
-    from aggcli.analysis.arms import read_arms
-
-    asked = options or ComparisonOptions()
-    if asked.axis == "seconds":
-        raise SettingError(
-            "--axis seconds: the seconds of other trainers' runs are not read; leave it out, or give --axis steps"
-        )
-    arms = read_arms(curves, metrics)
-    if asked.plan is not None and not arms.paired:
-        raise SettingError(
-            "--plan: counts seeds from the spread of paired differences, and these runs are not paired by seed; leave it out"
-        )
-    return _compared(arms.runs, arms.notes, asked, paired=arms.paired)
+def compared_runs(arms: Arms, options: ComparisonOptions) -> ComparisonResult:
+    """The comparison of runs that were read already. Raises `SettingError` and `RecordError`."""
+    return _compared(arms.runs, arms.notes, options, paired=arms.paired)
 
 
 def _compared(

@@ -1,4 +1,4 @@
-"""Accuracy against the tokens that it cost: the steps of every run, and each arm's fitted compute-performance curve."""
+"""Accuracy or reward against the tokens that it cost: the steps of every run, and each arm's fitted curve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from aggcli.analysis.curves import Curve
 from aggcli.analysis.efficiency import FittedRun, ModeCurve, mode_curves
-from aggcli.analysis.histories import Floats, History, with_labels
+from aggcli.analysis.histories import LOGGED_TOKENS, Floats, History, with_labels
+from aggcli.analysis.log_names import WORDS
+from aggcli.analysis.outcomes import OUTCOMES
 from aggcli.analysis.sigmoid import sigmoid
 from aggcli.analysis.statistics import Interval
 from aggcli.measurement.words import plural
@@ -27,19 +29,21 @@ _FAINT = 1500
 """Beyond this many points, dots would be a carpet and are drawn smaller."""
 
 
-def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()) -> Figure:
+def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = (), measure: str = "accuracy") -> Figure:
     """Accuracy (share of scored rollouts that are correct) of each rollout step against response tokens trained on before it.
 
-    A dot: one step of one run; a line: the arm's sigmoid, at the means of its seeds' A, B, C_mid and R_0 (`fitted`), or the
-    mean over its seeds where no curve was fitted; a note says why. Raises `NothingToDraw`.
+    A dot: one step of one run; a line: the arm's sigmoid, at the means of its seeds' A, B, C_mid and R_0 (`fitted`, by tokens),
+    or the mean over its seeds where no curve was fitted; a note says why. `measure`: another one of a `History`. Where another
+    trainer made runs, tokens and measure are as logged. Raises `NothingToDraw`.
     """
-    drawn = [run for run in runs if (np.isfinite(run.tokens) & np.isfinite(run.measures["accuracy"])).any()]
+    word, foreign = WORDS[measure], any(run.source for run in runs)
+    drawn = [run for run in runs if (np.isfinite(run.tokens) & np.isfinite(run.measures[measure])).any()]
     if not drawn:
-        raise NothingToDraw("accuracy and tokens are not recorded together")
+        raise NothingToDraw(f"{word} and tokens are not {'logged' if foreign else 'recorded'} together")
     arms = with_labels(drawn)
     looks = style.looks([own[0] for own in arms.values()])
-    curves = mode_curves(fitted) if fitted else {}
-    same = coinciding({label: [*_points(own)] for label, own in arms.items()})
+    curves = mode_curves(fitted, measure) if fitted else {}
+    same = coinciding({label: [*_points(own, measure)] for label, own in arms.items()})
     shown_as = {look.label: look.shown for look in looks}
     with style.context():
         figure = style.new_figure(8.5, 4.6)
@@ -49,7 +53,7 @@ def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()
             for run in own:
                 axes.scatter(
                     run.tokens,
-                    run.measures["accuracy"],
+                    run.measures[measure],
                     s=12 if points < _FAINT else 4,
                     marker=look.marker,
                     color=look.colour,
@@ -67,20 +71,28 @@ def accuracy_by_tokens(runs: Sequence[History], fitted: Sequence[FittedRun] = ()
                 own,
                 bent,
                 curves.get(look.label),
+                measure,
+                ", no curve fitted" if fitted or not foreign else "",
                 told=bool(curves) or len(looks) <= _ONE_COLUMN,
             )
         _mark_lines(axes, looks)
         _frame(axes, max(float(np.nanmax(run.tokens)) for run in drawn))
+        if foreign:
+            style.label_x(axes, "tokens before the step, as logged [tokens, which may include those of prompts]")
+            axes.set_ylabel(f"{word} [{OUTCOMES[measure].unit}, as logged]")
         columns = 1 if len(looks) <= _ONE_COLUMN or curves else 3
-        style.legend_below(figure, axes, columns=columns, note=_reading(fitted, curves, same=bool(same)))
+        note = _reading(fitted, curves, same=bool(same), foreign=foreign)
+        style.legend_below(figure, axes, columns=columns, note=note)
         modes = modes_in_words([look.mode for look in looks], [look.label for look in looks])
-        style.title(figure, f"Accuracy against the tokens trained on: {modes}, {plural(len(drawn), 'run')}")
+        about = f"{plural(len(looks), 'arm') if foreign else modes}, {plural(len(drawn), 'run')}"
+        tokens = LOGGED_TOKENS if foreign else "tokens trained on"
+        style.title(figure, f"{word[0].upper()}{word[1:]} against the {tokens}: {about}")
     return figure
 
 
-def _points(own: Sequence[History]) -> Iterator[Floats]:
+def _points(own: Sequence[History], measure: str) -> Iterator[Floats]:
     for run in own:
-        yield from (run.tokens, run.measures["accuracy"])
+        yield from (run.tokens, run.measures[measure])
 
 
 def _mark_lines(axes: Axes, looks: Sequence[Look]) -> None:
@@ -111,6 +123,8 @@ def _draw_arm(
     own: Sequence[History],
     fitted: Sequence[FittedRun],
     curve: ModeCurve | None,
+    measure: str,
+    unfitted: str,
     *,
     told: bool,
 ) -> None:
@@ -122,7 +136,7 @@ def _draw_arm(
         text = f"{look.shown}: A {_words(curve.asymptote)}, B {_words(curve.exponent)}, C_mid {_words(curve.midpoint)} tokens"
         axes.plot(C, R, linestyle=look.dash, color=look.colour, linewidth=style.LINE, label=text, zorder=3)
         return
-    C, R = _mean_curve(own)
+    C, R = _mean_curve(own, measure)
     axes.plot(
         C,
         R,
@@ -131,20 +145,20 @@ def _draw_arm(
         linewidth=style.LINE,
         marker=".",
         markevery=lone(R).tolist(),
-        label=f"{look.shown}: mean of {plural(len(own), 'run')}, no curve fitted" if told else look.shown,
+        label=f"{look.shown}: mean of {plural(len(own), 'run')}{unfitted}" if told else look.shown,
         zorder=3,
     )
 
 
-def _mean_curve(own: Sequence[History]) -> tuple[Floats, Floats]:
+def _mean_curve(own: Sequence[History], measure: str) -> tuple[Floats, Floats]:
     """The mean over runs at the first run's tokens, interpolated, up to the tokens that all of them saw; NaN is a gap."""
     if len(own) == 1:
-        return own[0].tokens, own[0].measures["accuracy"]
-    known = [np.isfinite(run.tokens) & np.isfinite(run.measures["accuracy"]) for run in own]
+        return own[0].tokens, own[0].measures[measure]
+    known = [np.isfinite(run.tokens) & np.isfinite(run.measures[measure]) for run in own]
     end = min(float(run.tokens[one][-1]) for run, one in zip(own, known, strict=True) if one.any())
     C = own[0].tokens[known[0]]
     C = C[end >= C]
-    pairs = [(run.tokens[one], run.measures["accuracy"][one]) for run, one in zip(own, known, strict=True) if one.any()]
+    pairs = [(run.tokens[one], run.measures[measure][one]) for run, one in zip(own, known, strict=True) if one.any()]
     return C, np.mean([np.interp(C, x, y) for x, y in pairs], axis=0)
 
 
@@ -156,11 +170,14 @@ def _words(found: Interval) -> str:
     return f"{mean} [{bounds[0]}, {bounds[1]}]"
 
 
-def _reading(fitted: Sequence[FittedRun], curves: dict[str, ModeCurve], *, same: bool) -> str:
-    bent = max((curve.asymptote.n for curve in curves.values() if curve.asymptote), default=0)
-    interval = ", [95 % interval over seeds]" if bent > 1 else ", one seed: no interval"
-    curve = f"R_0 + (A - R_0) / (1 + (C_mid/C)^B) at the means over seeds{interval}"
-    line = curve if bent else "mean over runs, no curve is fitted"
+def _reading(fitted: Sequence[FittedRun], curves: dict[str, ModeCurve], *, same: bool, foreign: bool) -> str:
+    bent, each = (
+        max((curve.asymptote.n for curve in curves.values() if curve.asymptote), default=0),
+        "run" if foreign else "seed",
+    )
+    interval = f", [95 % interval over {each}s]" if bent > 1 else f", one {each}: no interval"
+    curve = f"R_0 + (A - R_0) / (1 + (C_mid/C)^B) at the means over {each}s{interval}"
+    line = curve if bent else "mean over runs" + (", no curve is fitted" if fitted or not foreign else "")
     texts = [f"a dot: one step of one run; line: {line}"]
     if same:
         texts.append("a = b: the dots and the line of a are those of b")
@@ -168,5 +185,8 @@ def _reading(fitted: Sequence[FittedRun], curves: dict[str, ModeCurve], *, same:
     for label in list(refused)[:_MOST_REASONS]:
         texts.append(f"{label}: no curve for {plural(len(refused[label]), 'run')} ({first_reason(refused[label])})")
     if len(refused) > _MOST_REASONS:
-        texts.append(f"and so for {plural(len(refused) - _MOST_REASONS, 'other mode')}, whose reasons are not shown here")
+        texts.append(
+            f"and so for {plural(len(refused) - _MOST_REASONS, 'other arm' if foreign else 'other mode')}, whose reasons are"
+            " not shown here"
+        )
     return "; ".join(texts)

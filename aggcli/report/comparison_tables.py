@@ -96,7 +96,7 @@ def json_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def markdown_table(rows: Sequence[Row], precision: int, below: str) -> str:
     """A Markdown table, and `below` it a caption."""
-    cells = [_HEADS, ["---"] * 2 + ["---:"] * (len(_HEADS) - 2)]
+    cells = [_heads(rows), ["---"] * 2 + ["---:"] * (len(_HEADS) - 2)]
     cells += [list(map(in_markdown, _flat(row, rows, precision))) for row in rows]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in cells), "", in_markdown(below)])
 
@@ -104,7 +104,7 @@ def markdown_table(rows: Sequence[Row], precision: int, below: str) -> str:
 def latex_table(rows: Sequence[Row], precision: int, below: str) -> str:
     """A LaTeX tabular, without packages, and `below` it a caption as a comment."""
     flat = [list(map(in_latex, _flat(row, rows, precision))) for row in rows]
-    frame = pd.DataFrame(flat, columns=pd.Index(list(map(in_latex, _HEADS))))
+    frame = pd.DataFrame(flat, columns=pd.Index(list(map(in_latex, _heads(rows)))))
     drawn = frame.style.hide(axis="index").to_latex(column_format="ll" + "r" * (len(_HEADS) - 2), hrules=True)
     lined = re.sub(r"\\(top|mid|bottom)rule", r"\\hline", drawn)
     return f"{lined}% {visible(below)}"
@@ -132,7 +132,9 @@ def caption(
     seed; `iqm`: whether the table has interquartile means; `half_widths`: whether symmetric intervals are ± half their width;
     `reach`: the accuracy that was asked for, None where it is the baseline's own.
     """
-    own_means = [_OWN_MEANS] if any(_has_own_means(row, rows, precision) for row in rows) else []
+    own_means = (
+        [_OWN_MEANS if paired else _OWN_MEANS_OF_RUNS] if any(_has_own_means(row, rows, precision) for row in rows) else []
+    )
     if all(row.n == 1 for row in rows):
         return " ".join([f"One {'seed' if paired else 'run an arm'}: no interval.", *own_means, *_level(rows, reach)])
     over = "seeds" if paired else "runs"
@@ -149,10 +151,11 @@ def caption(
         said += [_sign_flip(tested)] if paired else []
         said += ["Each interval holds for itself at 95 %, uncorrected."] if tests > 1 else []
         if any(row.smallest_difference is not None or row.no_smallest_difference for row in rows):
+            needed = over if paired else "runs of each arm"
             said.append(
-                "Could show: the smallest difference that 80 % of such comparisons, each by the spread of its own seeds, would"
-                " have shown at the level that it was tested at, and the seeds that half of it takes if the spread stays (of B"
-                " a factor, and its root); no possible difference: it lies beyond the outcome's range."
+                f"Could show: the smallest difference that 80 % of such comparisons, each by the spread of its own {over},"
+                f" would have shown at the level that it was tested at, and the {needed} that half of it takes if the spread"
+                " stays (of B a factor, and its root); no possible difference: it lies beyond the outcome's range."
             )
         if paired and any(row.difference is not None and row.difference_low is None for row in tested):
             said.append("A difference that is the same in all seeds has no interval, and its p is the sign-flip's.")
@@ -177,9 +180,16 @@ _HEADS = (
 )
 
 
+def _heads(rows: Sequence[Row]) -> list[str]:
+    *first, last = _HEADS
+    unpaired = any(row.smallest_difference is not None and _each(row) != "seeds" for row in rows)
+    return [*first, "could show (runs an arm for half)" if unpaired else last]
+
+
 _OWN_MEANS = (
     "Where a pair's steps, tokens or seeds are not the whole of its modes', its own two means stand with the difference."
 )
+_OWN_MEANS_OF_RUNS = "Where a pair's steps, tokens or runs are not the whole of its arms', its own two means stand with it."
 
 
 _OF_LOGARITHMS = {"curve/exponent": "B", "curve/midpoint": "C_mid", "curve/exponent_ratio": "the ratio of B"}
@@ -350,8 +360,13 @@ def _could_show(row: Row) -> str:
     if row.smallest_difference is None:
         return ""
     if row.outcome == RATIO:
-        return f"could show a factor of {number(row.smallest_difference, 3)}, its root with {_seeds_for_half(row)} seeds"
-    return f"could show {number(row.smallest_difference, 2)}, half with {_seeds_for_half(row)} seeds"
+        return f"could show a factor of {number(row.smallest_difference, 3)}, its root with {_seeds_for_half(row)} {_each(row)}"
+    return f"could show {number(row.smallest_difference, 2)}, half with {_seeds_for_half(row)} {_each(row)}"
+
+
+def _each(row: Row) -> str:
+    """What `seeds_for_half` counts; only a test that is paired by seed has a number of pairs, or a sign-flip p."""
+    return "runs an arm" if row.pairs is None and row.sign_flip_p is None else "seeds"
 
 
 def _seeds_for_half(row: Row) -> str:

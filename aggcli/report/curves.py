@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,8 @@ from scipy.special import stdtrit
 
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.analysis.histories import History, with_labels
+from aggcli.analysis.log_names import WORDS
+from aggcli.analysis.outcomes import OUTCOMES
 from aggcli.analysis.statistics import CONFIDENCE
 from aggcli.analysis.units import in_length_unit
 from aggcli.measurement.catalogue import describe
@@ -41,20 +43,23 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
 
     Each seed is faint, and from 3 seeds on there is a 95 % Student-t band; many modes have neither, and the note says so.
 
-    `runs`: those to draw (`compared_runs`), labelled by arm; the others of `frames` are counted in the note. Raises
+    `runs`: those to draw (`compared_runs`), labelled by arm; the others of `frames` are counted in the note. Where another
+    trainer made some, a mean is over the steps that all runs of its arm have, and panels are of what was logged. Raises
     `NothingToDraw`.
     """
+    foreign = any(run.source for run in runs)
     arms = with_labels(runs)
     label_of = {run.directory: run.label for run in runs}
     drawn = {run.label: label_of[run.directory] for run in frames.runs if run.directory in label_of}
     metrics = rows(frames.metrics, frames.metrics["run"].isin(list(drawn)).to_numpy(dtype=bool))
     metrics = metrics.assign(arm=[drawn[label] for label in metrics["run"]])
-    moving = [name for name in CURVES if _moves(numbers(metrics, name))]
-    shown = [name for name in CURVES if name in moving or is_blank(metrics, name)]
+    moving = [name for name in (WORDS if foreign else CURVES) if _moves(numbers(metrics, name))]
+    shown = moving if foreign else [name for name in CURVES if name in moving or is_blank(metrics, name)]
     if not moving:
-        raise NothingToDraw("no learning curve: no metric of the records changes over the steps")
+        raise NothingToDraw(f"no learning curve: no metric of the {'logs' if foreign else 'records'} changes over the steps")
     looks = style.looks([own[0] for own in arms.values()])
-    same = coinciding({label: _drawn(rows(metrics, arm=label), shown) for label in arms})
+    tables = {(label, name): _table(rows(metrics, arm=label), name, foreign=foreign) for label in arms for name in shown}
+    same = coinciding({label: _drawn(tables, label, shown) for label in arms})
     shown_as = {look.label: look.shown for look in looks}
     seeds = [len(own) for own in arms.values()]
     steps = sorted(set(metrics["step"].tolist()))
@@ -62,30 +67,41 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
         figure, panels = grid(len(shown), 4.9, 2.9, columns=2)
         for axes, name in zip(panels, shown, strict=True):
             for at, look in enumerate(looks):
-                own = rows(metrics, arm=look.label)
                 text = look.shown + (f" = {shown_as[same[look.label]]}" if look.label in same else "")
-                _draw(axes, own, name, replace(look, shown=text), at, len(looks))
-            style.heading(axes, f"{style.metric_about(name)}\n{style.metric_over(name)}")
-            axes.set_ylabel(in_length_unit(describe(name).unit, frames.length_unit) or "2-norm")
-            style.step_axis(axes, steps)
+                _draw(axes, tables[look.label, name], replace(look, shown=text), at, len(looks))
+            heading, unit = _named(name, foreign=foreign)
+            style.heading(axes, heading)
+            axes.set_ylabel(in_length_unit(unit, frames.length_unit) or "2-norm")
+            style.step_axis(axes, steps, "step, as logged" if foreign else "optimizer step")
             if name in moving:
                 _fit_to_seeds(axes, numbers(metrics, name), log=name in NORMS)
             else:
                 say_blank(axes)
-        style.legend_below(figure, panels[0], note=_reading(seeds, len(frames.runs) - len(drawn), same=bool(same)))
-        each = f", {plural(seeds[0], 'seed')} each" if len(set(seeds)) == 1 else ""
+        hidden = len(frames.runs) - len(drawn)
+        style.legend_below(figure, panels[0], note=_reading(seeds, hidden, same=bool(same), foreign=foreign))
+        each = f", {plural(seeds[0], 'run' if foreign else 'seed')} each" if len(set(seeds)) == 1 else ""
         said = modes_in_words([look.mode for look in looks], [look.label for look in looks])
+        said = plural(len(looks), "arm") if foreign else said
         style.title(figure, f"Learning curves: {said}{each}")
     return figure
 
 
-def _reading(seeds: Sequence[int], hidden: int, *, same: bool) -> str:
+def _named(name: str, *, foreign: bool) -> tuple[str, str]:
+    """The heading and the unit of a panel: by the catalogue of metrics, which other trainers' logs know nothing of."""
+    if foreign:
+        return f"{WORDS[name]}\nas the trainers logged it", OUTCOMES[name].unit
+    return f"{style.metric_about(name)}\n{style.metric_over(name)}", describe(name).unit
+
+
+def _reading(seeds: Sequence[int], hidden: int, *, same: bool, foreign: bool) -> str:
+    each, arm = ("run", "arm") if foreign else ("seed", "mode")
+    line = f"line: mean over {each}s, " + ("at the steps that all runs of the arm have" if foreign else _UP_TO)
     if max(seeds) == 1:
-        said = "one seed: a line is one run, so there is no band"
+        said = f"one {each}{' an arm' if foreign else ''}: a line is one run, so there is no band"
     elif len(seeds) > _MOST_SEEDS_SHOWN:
-        said = f"{_LINE}; with more than {_MOST_SEEDS_SHOWN} modes, single seeds and bands are left out"
+        said = f"{line}; with more than {_MOST_SEEDS_SHOWN} {arm}s, single {each}s and bands are left out"
     else:
-        said = f"{_LINE}; faint: each seed; {_band_in_words(seeds)}"
+        said = f"{line}; faint: each {each}; {_band_in_words(seeds, each, arm)}"
     if same:
         said += "; a = b: the lines of a are those of b in every panel"
     if hidden:
@@ -93,27 +109,45 @@ def _reading(seeds: Sequence[int], hidden: int, *, same: bool) -> str:
     return said
 
 
-_LINE = "line: mean over seeds, up to the last step of the shortest"
+_UP_TO = "up to the last step of the shortest"
 
 
-def _band_in_words(seeds: Sequence[int]) -> str:
+def _band_in_words(seeds: Sequence[int], each: str, arm: str) -> str:
     if len(seeds) > _MOST_BANDS:
-        return f"no bands with more than {_MOST_BANDS} modes"
+        return f"no bands with more than {_MOST_BANDS} {arm}s"
     if max(seeds) < _FEWEST_SEEDS:
-        return f"no bands below {_FEWEST_SEEDS} seeds"
-    few = f", none below {_FEWEST_SEEDS} seeds" if min(seeds) < _FEWEST_SEEDS else ""
+        return f"no bands below {_FEWEST_SEEDS} {each}s"
+    few = f", none below {_FEWEST_SEEDS} {each}s" if min(seeds) < _FEWEST_SEEDS else ""
     return f"band: 95 % Student-t interval, cut where it leaves what was measured{few}"
 
 
-def _drawn(metrics: pd.DataFrame, names: Sequence[str]) -> list[np.ndarray]:
-    """The steps of an arm, and its means over seeds in every panel."""
-    mean = pd.DataFrame(metrics[metrics["step"] <= _shared_end(metrics)].groupby("step")[list(names)].mean())
-    return [mean.index.to_numpy(), mean.to_numpy(dtype="float64")]
+@dataclass(frozen=True)
+class _Table:
+    """A metric of an arm: `runs` by step; `mean` over the runs at the steps where there is one to draw, of `count` runs."""
+
+    runs: pd.DataFrame
+    mean: pd.Series
+    count: pd.Series
 
 
-def _shared_end(metrics: pd.DataFrame) -> int:
-    """The last step that every run of an arm got to: beyond it a mean would be of the runs that happened to go on."""
-    return min(int(numbers(part, "step").max()) for _, part in metrics.groupby("run"))
+def _table(metrics: pd.DataFrame, name: str, *, foreign: bool) -> _Table:
+    """The mean ends at the last step that every run of an arm got to: beyond it would be of the runs that happened to go on.
+
+    Other trainers log at steps of their own choice: there it is at the steps that all runs have that log the metric at all.
+    """
+    table = metrics.pivot_table(index="step", columns="run", values=name, dropna=False)
+    end = min(int(numbers(part, "step").max()) for _, part in metrics.groupby("run"))
+    mean = table.mean(axis=1).where(table.index <= end)
+    if foreign:
+        table = table.dropna(axis=1, how="all")
+        mean = table.dropna(axis=0, how="any").mean(axis=1)
+    return _Table(table, mean, table.loc[mean.index].notna().sum(axis=1))
+
+
+def _drawn(tables: Mapping[tuple[str, str], _Table], label: str, names: Sequence[str]) -> list[np.ndarray]:
+    """The steps of an arm, and its means over seeds, of every panel."""
+    own = [tables[label, name].mean for name in names]
+    return [part for mean in own for part in (mean.index.to_numpy(), mean.to_numpy(dtype="float64"))]
 
 
 def _moves(values: np.ndarray) -> bool:
@@ -135,12 +169,10 @@ def _fit_to_seeds(axes: Axes, values: np.ndarray, *, log: bool) -> None:
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
 
-def _draw(axes: Axes, metrics: pd.DataFrame, name: str, look: Look, at: int, of: int) -> None:
+def _draw(axes: Axes, own: _Table, look: Look, at: int, of: int) -> None:
     """The line of arm `at` of `of`, as wide as the others: where they coincide, earlier ones show between later dashes."""
-    table = metrics.pivot_table(index="step", columns="run", values=name, dropna=False)
-    count = table.notna().sum(axis=1)
-    mean = table.mean(axis=1).where(table.index <= _shared_end(metrics))
-    between = max(len(table) // 6, min(len(table), 6))
+    mean, count, table = own.mean, own.count, own.runs.loc[own.mean.index]
+    between = max(len(table) // 6, min(len(table), 6), 1)
     axes.plot(
         table.index,
         mean,
@@ -160,8 +192,9 @@ def _draw(axes: Axes, metrics: pd.DataFrame, name: str, look: Look, at: int, of:
         axes.plot(table.index[alone], mean.iloc[alone], marker, color=look.colour, markersize=size, clip_on=False, zorder=3)
     if of > _MOST_SEEDS_SHOWN:
         return
-    for run in table:
-        axes.plot(table.index, table[run], color=look.colour, alpha=0.25, linewidth=0.8, zorder=1.5)
+    for run in own.runs:
+        line = own.runs[run].dropna() if len(mean) < len(own.runs) else own.runs[run]
+        axes.plot(line.index, line, color=look.colour, alpha=0.25, linewidth=0.8, zorder=1.5)
     banded = ((count >= _FEWEST_SEEDS) & mean.notna()).to_numpy()
     if of > _MOST_BANDS or not banded.any():
         return

@@ -44,12 +44,13 @@ def first_outcomes(comparison: Comparison) -> list[str]:
 
 
 def effects(comparison: Comparison) -> Figure:
-    """A panel an outcome (`first_outcomes`), in it a row a mode: the paired difference to the baseline and its interval, filled
-    where a difference is shown. Raises `NothingToDraw` where no mode is paired with another.
+    """A panel an outcome (`first_outcomes`), in it a row a mode: the difference to the baseline, paired or not, and its
+    interval, filled where a difference is shown. Raises `NothingToDraw` where no mode is compared with another.
     """
     shown = [name for name in first_outcomes(comparison) if _pairs(comparison, name)]
     if not shown:
-        raise NothingToDraw("no mode is paired with another, so there is no difference between modes")
+        how = "paired" if comparison.paired else "compared"
+        raise NothingToDraw(f"no {comparison.arm} is {how} with another, so there is no difference between {comparison.arm}s")
     modes = [label for label in comparison.labels if any(label in _pairs(comparison, name) for name in shown)]
     every = {look.label: look for look in style.looks([_Arm(label) for label in comparison.labels])}
     looks = [every[label] for label in modes]
@@ -58,7 +59,7 @@ def effects(comparison: Comparison) -> Figure:
         longest = max(len(line) for name in names for line in name.splitlines())
         figure, cells = grid(len(shown), 3.75, 0.85 + 0.27 * len(modes), columns=3, sharey=True)
         for axes, name in zip(cells, shown, strict=True):
-            _draw(axes, looks, _pairs(comparison, name))
+            _draw(axes, looks, _pairs(comparison, name), "not paired" if comparison.paired else "not compared")
             defined = comparison.defined[name]
             style.heading(axes, f"{comparison.named(name)}{ARROWS[defined.better]}", names=longest)
             unit = in_length_unit(defined.unit, comparison.length_unit)
@@ -68,7 +69,7 @@ def effects(comparison: Comparison) -> Figure:
             axes.set_yticks(range(len(looks)), names)
             for tick, look in zip(axes.get_yticklabels(), looks, strict=True):
                 tick.set_color(look.ink)
-        style.title(figure, f"How far each mode is from {comparison.baseline}")
+        style.title(figure, f"How far each {comparison.arm} is from {comparison.baseline}")
         style.note(figure, _reading(comparison, shown))
     return figure
 
@@ -84,11 +85,12 @@ def _pairs(comparison: Comparison, name: str) -> dict[str, Pair]:
     return {label: one.pair for label, one in comparison.outcomes[name].items() if one.pair is not None}
 
 
-def _draw(axes: Axes, looks: Sequence[Look], pairs: Mapping[str, Pair]) -> None:
+def _draw(axes: Axes, looks: Sequence[Look], pairs: Mapping[str, Pair], without: str) -> None:
+    """`without`: what stands where a mode has no difference."""
     axes.axvline(0, color="0.55", linewidth=1, zorder=1)
     for y, look in enumerate(looks):
         if look.label not in pairs:
-            axes.annotate("not paired", (0, y), (5, 0), textcoords="offset points", va="center", fontsize="small", color="0.35")
+            axes.annotate(without, (0, y), (5, 0), textcoords="offset points", va="center", fontsize="small", color="0.35")
             continue
         pair = pairs[look.label]
         found = pair.test.difference
@@ -120,19 +122,33 @@ def _reading(comparison: Comparison, shown: Sequence[str]) -> str:
     every = [pair for name in comparison.outcomes for pair in _pairs(comparison, name).values()]
     seeds = sorted({pair.test.difference.n for name in shown for pair in _pairs(comparison, name).values()})
     of = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
+    drawn = [pair for name in shown for pair in _pairs(comparison, name).values()]
+    what, line = f"mean difference to {comparison.baseline}, paired by seed, of {of}", "95 % interval"
+    if not comparison.paired:
+        what = f"difference of the means from {comparison.baseline}'s, not paired, of {_counts(drawn)}"
+        line += ", by Welch's t-test"
     if all(pair.p_holm is None for pair in every):
-        said = [f"difference to {comparison.baseline}, paired by seed, of {of}: no interval and no test"]
+        said = [f"{what.removeprefix('mean ')}: no interval and no test"]
     else:
         said = [
-            f"mean difference to {comparison.baseline}, paired by seed, of {of}; line: 95 % interval",
+            f"{what}; line: {line}",
             f"filled: a difference is shown (p < {ALPHA:.2g} after Holm's correction); hollow: none is shown",
         ]
-        drawn = [pair for name in shown for pair in _pairs(comparison, name).values()]
         if any(pair.p_holm is not None and pair.test.difference.low is None for pair in drawn):
             said.append("without a line: the same difference in all seeds")
+        if any(pair.p_holm is None for pair in drawn):
+            why = "one seed" if comparison.paired else "an arm of one run, or runs that do not differ"
+            said.append(f"hollow and without a line: no test ({why})")
     others = [name for name in comparison.outcomes if name not in shown and _pairs(comparison, name)]
     if others:
         differ = sum(any(pair.shown for pair in _pairs(comparison, name).values()) for name in others)
         also = f"{differ or 'none'} of them with a difference that is shown"
         said.append(f"{plural(len(others), 'further outcome is', 'further outcomes are')} not drawn, {also}")
     return "; ".join(said)
+
+
+def _counts(pairs: Sequence[Pair]) -> str:
+    """`3 runs against 4`, or `2 to 3 runs against 3 to 4`."""
+    own, base = (sorted({pair.test.runs[side] for pair in pairs if pair.test.runs}) for side in (0, 1))
+    of, against = (f"{n[0]}" if n[0] == n[-1] else f"{n[0]} to {n[-1]}" for n in (own, base))
+    return f"{of} {'run' if of == '1' else 'runs'} against {against}"

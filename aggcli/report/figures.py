@@ -83,6 +83,8 @@ def picture(frames: Frames, findings: Findings) -> dict[str, Figure]:
 
 def _makers(frames: Frames, step: int | None, findings: Findings | None) -> dict[str, Callable[[], Figure]]:
     """The figures of this kind of records, in the order of a report."""
+    if findings is not None and findings.of_others:
+        return _of_others(frames, findings)
     makers: dict[str, Callable[[], Figure]] = {
         "weight_by_length": lambda: weight_by_length(frames),
         "pg_loss_by_rank": lambda: pg_loss_by_rank(frames, step),
@@ -103,6 +105,18 @@ def _makers(frames: Frames, step: int | None, findings: Findings | None) -> dict
         makers["correct_by_rank"] = lambda: correct_by_rank(frames, step)
     if len(layout_deviations(frames)):
         makers["layout_deviation"] = lambda: layout_deviation(frames)
+    return makers
+
+
+def _of_others(frames: Frames, found: Findings) -> dict[str, Callable[[], Figure]]:
+    """The figures of runs that other trainers made, of which curves are known and nothing else. What is drawn by tokens is what
+    curves are fitted to, accuracy where one was logged."""
+    makers: dict[str, Callable[[], Figure]] = {"learning_curves": lambda: learning_curves(frames, found.compared)}
+    if (comparison := found.comparison) is not None:
+        makers["effects"] = lambda: effects(comparison)
+    measure, fitted = found.curves.measure, found.curves.fitted if found.curves.axis == "tokens" else ()
+    name = "accuracy_by_tokens" if measure == "accuracy" else "reward_by_tokens"
+    makers[name] = lambda: accuracy_by_tokens(found.compared, fitted, measure)
     return makers
 
 

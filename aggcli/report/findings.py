@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from aggcli.analysis.answer import Answer
@@ -9,7 +10,7 @@ from aggcli.analysis.comparison import Comparison
 from aggcli.analysis.frames import Frames
 from aggcli.analysis.histories import History, read_histories
 from aggcli.analysis.settings import SettingDifference, differences, labelled, warnings
-from aggcli.analysis.study import Curves, study
+from aggcli.analysis.study import Curves, Study, study
 from aggcli.analysis.verdict import Verdict
 
 
@@ -43,6 +44,11 @@ class Findings:
         labels = [run.label for run in self.trained]
         return max(map(labels.count, labels), default=0)
 
+    @property
+    def of_others(self) -> bool:
+        """Whether runs are among them that another trainer made."""
+        return any(run.source for run in self.compared)
+
 
 def find(frames: Frames) -> Findings:
     """The findings of these runs. Raises `RecordError` where a record cannot be read."""
@@ -50,13 +56,19 @@ def find(frames: Frames) -> Findings:
     by_directory = {run.directory: run for run in labelled(read)}
     found = study(read, silent=frames.silent)
     differing = differences([replace(run, label=by_directory[run.directory].label) for run in read])
+    told = findings_of(replace(found, verdict=replace(found.verdict, warnings=tuple(warnings(differing)))), notes)
+    return replace(told, runs=tuple(read), differing=tuple(differing))
+
+
+def findings_of(found: Study, notes: Sequence[str]) -> Findings:
+    """The findings of a study. `notes`: what is to be known of its runs besides."""
     return Findings(
-        runs=tuple(read),
+        runs=found.runs,
         compared=found.runs,
         trained=() if found.recorded else found.runs,
         curves=found.curves,
         comparison=None if found.recorded else found.comparison,
-        verdict=replace(found.verdict, warnings=tuple(warnings(differing))),
-        differing=tuple(differing),
+        verdict=found.verdict,
+        differing=found.differing,
         notes=(*notes, *found.notes),
     )

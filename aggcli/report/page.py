@@ -8,34 +8,32 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from aggcli.analysis.frames import Frames
-from aggcli.measurement.words import plural
-from aggcli.records import read_manifest
 from aggcli.report import page_tables as tables
 from aggcli.report import style, verdicts
 from aggcli.report.figures import PICTURES
 from aggcli.report.findings import Findings
 from aggcli.report.markup import Picture, Table, environment, inline_svg
+from aggcli.report.origin import Origin
 from aggcli.report.page_numbers import small_table
 from aggcli.version import __version__
 
 _PARTS = Path(__file__).parent.parent / "data" / "report"
 CAPTIONS = {
-    "effects": "How far each mode is from the baseline: success first, then outcomes with a difference that is"
+    "effects": "How far each {arm} is from the baseline: success first, then outcomes with a difference that is"
     " shown, then lengths.",
-    "accuracy_by_tokens": "Which mode gets further for the same number of tokens: a higher line is better, a line further left"
+    "accuracy_by_tokens": "Which {arm} gets further for the same number of tokens: a higher line is better, a line further left"
     " gets there sooner. The scatter of the dots is the noise of single steps.",
-    "learning_curves": "What changes over training. Whether modes differ is for the answer above to say, not for the eye.",
+    "reward_by_tokens": "Which {arm} gets further for the same number of tokens: a higher line is better, a line further left"
+    " gets there sooner. The scatter of the dots is the noise of single steps.",
+    "learning_curves": "What changes over training. Whether {arm}s differ is for the answer above to say, not for the eye.",
     "weight_by_length": "How much one token counts by the length of its response; 1 is the average token of the step.",
     "weight_shares": "Where each mode puts its weight: on long or short, right or wrong responses.",
     "mode_gradients": "Gradients of the same rollouts: their length, which acts as a learning rate does, and their direction.",
@@ -44,7 +42,7 @@ CAPTIONS = {
     "pg_loss_by_rank": "What each rank adds to the loss, and whether the sum is the same in every layout.",
     "layout_deviation": "How far layouts are apart where that is more than rounding, on a log axis.",
 }
-"""How to read a figure, in the order of the page."""
+"""How to read a figure, in the order of the page; `arm`: what is compared."""
 
 
 @dataclass(frozen=True)
@@ -61,34 +59,25 @@ class Page:
     lists: Sequence[tuple[str, Sequence[str]]]
     uncertainty: Sequence[str]
     tables: Sequence[Table]
-    kind: str
-    commands: Sequence[str]
-    unfinished: str
-    runs: Table
-    environments: Sequence[str]
     differing: Table | None
-    settings: Sequence[tuple[str, str]]
     notes: Sequence[tuple[str, Sequence[str]]]
-    reproduce: str
+    origin: Origin
 
 
 def page(
-    directories: Sequence[Path],
+    origin: Origin,
     frames: Frames,
     findings: Findings,
     figures: Mapping[str, Figure],
     notes: Sequence[str],
     narrow: Mapping[str, Figure] | None = None,
 ) -> str:
-    """The page of these results directories. `figures`: by name; `notes`: why others are missing, and what was left out;
-    `narrow`: figures once more, for a narrow screen.
-
-    Raises `RecordError` for a manifest that cannot be read.
+    """The page of these runs. `figures`: by name; `notes`: why others are missing, and what was left out; `narrow`: figures
+    once more, for a narrow screen.
     """
-    manifests = {str(directory): read_manifest(directory) for directory in directories}
-    own = {run.label: read_manifest(run.directory) for run in frames.runs}
     small, same = small_table(frames, findings)
-    drawn = [_picture(name, figures[name], (narrow or {}).get(name)) for name in CAPTIONS if name in figures]
+    arm = "mode" if findings.comparison is None else findings.comparison.arm
+    drawn = [_picture(name, figures[name], (narrow or {}).get(name), arm) for name in CAPTIONS if name in figures]
     first = next((name for name in PICTURES if name in figures), None)
     made = Page(
         question=verdicts.question(frames, findings),
@@ -100,16 +89,10 @@ def page(
         figures=[one for one in drawn if one.name != first],
         lists=[(f"{heading[:1].upper()}{heading[1:]}", lines) for heading, lines in findings.verdict.lists],
         uncertainty=[line for line in (*verdicts.uncertainty(findings), verdicts.layouts(frames, findings)) if line],
-        tables=_tables(frames, findings, manifests),
-        kind=_kind(frames, directories),
-        commands=[command for manifest in manifests.values() if (command := _command(manifest))],
-        unfinished=_unfinished(own),
-        runs=tables.run_table(frames, own),
-        environments=_environments([*manifests.values(), *own.values()]),
+        tables=_tables(frames, findings, origin),
         differing=tables.settings_table(findings),
-        settings=[(name, _settings(manifest)) for name, manifest in manifests.items()],
         notes=_notes(frames, findings, notes),
-        reproduce=_reproduce(directories, manifests),
+        origin=origin,
     )
     style_, script = (Markup((_PARTS / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     template = environment().from_string((_PARTS / "page.html").read_text(encoding="utf-8"))
@@ -125,59 +108,19 @@ def page(
 # -- the parts ----------------------------------------------------------------------------------------------------------
 
 
-def _picture(name: str, figure: Figure, narrow: Figure | None) -> Picture:
+def _picture(name: str, figure: Figure, narrow: Figure | None, arm: str) -> Picture:
     """A figure with its title and how to read it, which together are what a screen reader says."""
-    title, caption = str(figure.get_label()), CAPTIONS[name]
+    title, caption = str(figure.get_label()), CAPTIONS[name].format(arm=arm)
     said = f"{title}. {caption} {style.words_in(figure)}".strip()
     small = None if narrow is None else inline_svg(style.svg_text(narrow), f"{name}-narrow", said)
     return Picture(name, title, caption, inline_svg(style.svg_text(figure), name, said), small)
 
 
-def _tables(frames: Frames, findings: Findings, manifests: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-    finals = [
-        tables.final_table(name if len(manifests) > 1 else "", final)
-        for name, manifest in manifests.items()
-        if isinstance(final := manifest.get("final"), Mapping) and final.get("modes")
-    ]
-    every = [
-        tables.comparison_table(findings),
-        *finals,
-        *tables.metric_tables(frames),
-        tables.last_step_table(frames),
-        *tables.layout_tables(frames),
-    ]
+def _tables(frames: Frames, findings: Findings, origin: Origin) -> list[Table]:
+    every = [tables.comparison_table(findings), *origin.finals]
+    if not findings.of_others:  # of which the catalogue of metrics knows nothing
+        every += [*tables.metric_tables(frames), tables.last_step_table(frames), *tables.layout_tables(frames)]
     return [one for one in every if one is not None]
-
-
-def _kind(frames: Frames, directories: Sequence[Path]) -> str:
-    modes = len({run.mode for run in frames.runs})
-    counts = f"{plural(len(frames.runs), 'run')}, {plural(modes, 'mode')}, {plural(len(frames.steps), 'optimizer step')}"
-    return f"{counts}, from {', '.join(map(str, directories))}"
-
-
-def _unfinished(own: Mapping[str, Mapping[str, Any]]) -> str:
-    """Which runs did not end as done; empty where all did."""
-    ended = [label for label, manifest in own.items() if manifest.get("status") != "done"]
-    if not ended:
-        return ""
-    said = f"{plural(len(ended), 'run')} of {len(own)} did not end as done: {', '.join(ended[:6])}"
-    return said + (" and others" if len(ended) > 6 else "")
-
-
-def _environments(manifests: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each environment once: commit, versions, device."""
-    told = []
-    for manifest in manifests:
-        environment = manifest.get("environment")
-        if isinstance(environment, Mapping):
-            flat = {**environment, **(environment.get("packages") or {})}
-            flat.pop("packages", None)
-            told.append("\n".join(f"{name}: {value}" for name, value in flat.items() if value is not None))
-    return list(dict.fromkeys(told))
-
-
-def _settings(manifest: Mapping[str, Any]) -> str:
-    return str(manifest.get("config") or json.dumps(manifest.get("settings") or {}, indent=2, ensure_ascii=False))
 
 
 def _notes(frames: Frames, findings: Findings, notes: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
@@ -187,19 +130,3 @@ def _notes(frames: Frames, findings: Findings, notes: Sequence[str]) -> list[tup
         ("Noted by the steps", tables.step_notes(frames)),
     )
     return [(heading, lines) for heading, lines in lists if lines]
-
-
-def _reproduce(directories: Sequence[Path], manifests: Mapping[str, Mapping[str, Any]]) -> str:
-    commits = dict.fromkeys(
-        str(commit) for one in manifests.values() if (commit := (one.get("environment") or {}).get("git_commit"))
-    )
-    lines = [f"git checkout {shlex.quote(commit)}" for commit in commits]
-    lines += dict.fromkeys(filter(None, map(_command, manifests.values())))
-    lines.append(shlex.join(["aggcli", "plot", "--html", *map(str, directories)]))
-    return "\n".join(lines)
-
-
-def _command(manifest: Mapping[str, Any]) -> str:
-    """The command line that made these records; empty where it was not recorded."""
-    arguments = manifest.get("arguments")
-    return shlex.join(["aggcli", *map(str, arguments)]) if isinstance(arguments, list) and arguments else ""

@@ -53,7 +53,7 @@ def _of_comparison(comparison: Comparison) -> tuple[Table | None, list[str]]:
     names = first_outcomes(comparison)
     if not names:
         return None, []
-    heads = ["mode"]
+    heads = [comparison.arm]
     for name in names:
         defined = comparison.defined[name]
         unit = in_length_unit(defined.unit, comparison.length_unit)
@@ -61,12 +61,14 @@ def _of_comparison(comparison: Comparison) -> tuple[Table | None, list[str]]:
         heads.append(f"{named}{ARROWS[defined.better]}" + (f", {unit}" if unit != "share" and unit not in named else ""))
     body = [[label, *(_estimate(comparison.outcomes[name].get(label)) for name in names)] for label in comparison.labels]
     seeds = sorted({len(one.values) for name in names for one in comparison.outcomes[name].values()})
-    of = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
+    of = plural(seeds[0], comparison.each) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} {comparison.each}s"
+    of += " an arm" if comparison.of_others else ""
     said = f"Mean over {of}"
     if any(one.low is not None for name in names for one in comparison.outcomes[name].values()):
         said += " [95 % interval]"
     if len(comparison.labels) > 1:
-        said += f"; under it the difference to {comparison.baseline}, paired by seed"
+        how = "paired by seed" if comparison.paired else "of the means of runs that are not paired"
+        said += f"; under it the difference to {comparison.baseline}, {how}"
         if any(_tested(one) for name in names for one in comparison.outcomes[name].values()):
             said += ": * where one is shown, ~ where none is"
     return Table(f"{said}.", heads, body), []

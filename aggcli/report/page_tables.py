@@ -46,17 +46,39 @@ def run_table(frames: Frames, manifests: Mapping[str, Mapping[str, Any]]) -> Tab
     return Table("The runs", ["run", "seed", "status", "optimizer steps", f"response {frames.length_unit}", "directory"], body)
 
 
+def log_table(findings: Findings) -> Table:
+    """A row a run that another trainer made, or of ours beside them."""
+    paired = findings.comparison is not None and findings.comparison.paired
+    body: list[list[Cell]] = []
+    for run in findings.compared:
+        tokens = run.tokens[np.isfinite(run.tokens)]
+        body.append(
+            [
+                run.source or str(run.directory),
+                run.label,
+                *([Number(run.seed, str(run.seed))] if paired else []),
+                Number(len(run.steps), str(len(run.steps))),
+                Number(int(run.steps[0]), str(run.steps[0])),
+                Number(int(run.steps[-1]), str(run.steps[-1])),
+                _whole(float(tokens[-1]) if tokens.size else None),
+            ]
+        )
+    heads = ["run", "arm", *(["seed"] if paired else []), "steps with numbers", "first", "last", "tokens before the last known"]
+    return Table("The runs, and the logs or results that they were read from", heads, body)
+
+
 def comparison_table(findings: Findings) -> Table | None:
-    """Every outcome of every arm, with intervals, paired differences and what speaks for them; and the fitted curves."""
-    if findings.comparison is None:
+    """Every outcome of every arm, with intervals, differences and what speaks for them; and the fitted curves."""
+    if (comparison := findings.comparison) is None:
         return None
-    found = rows_of(findings.comparison, _PRECISION)
-    found += curve_rows(findings.curves)
+    found = rows_of(comparison, _PRECISION)
+    found += curve_rows(findings.curves, comparison.each)
     robust = any(row.interquartile_mean is not None for row in found)
-    heads = ["outcome", "mode", "seeds", "mean", *(["IQM"] if robust else []), "difference", "p (Holm)", "sign-flip p"]
+    heads = ["outcome", comparison.arm, f"{comparison.each}s", "mean", *(["IQM"] if robust else []), "difference", "p (Holm)"]
+    heads += ["sign-flip p"] if comparison.paired else []
     means = {(row.outcome, row.mode): row.mean for row in found}
-    body = [_compared(row, means.get((row.outcome, row.baseline or "")), robust=robust) for row in found]
-    said = caption(found, _PRECISION, tests=findings.comparison.tests, iqm=robust)
+    body = [_compared(row, means.get((row.outcome, row.baseline or "")), robust=robust)[: len(heads)] for row in found]
+    said = caption(found, _PRECISION, tests=comparison.tests, paired=comparison.paired, iqm=robust)
     return Table(f"The comparison. {said}", heads, body, [row.outcome for row in found])
 
 

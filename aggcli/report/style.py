@@ -253,9 +253,9 @@ def folded(text: str, width: int) -> str:
     return textwrap.fill(text, width, break_on_hyphens=False)
 
 
-def step_axis(axes: Axes, steps: Sequence[int]) -> None:
-    """The x axis of optimizer steps, with whole numbers only; a single step stands in the middle."""
-    axes.set_xlabel("optimizer step")
+def step_axis(axes: Axes, steps: Sequence[int], label: str = "optimizer step") -> None:
+    """The x axis of steps, with whole numbers only; a single step stands in the middle."""
+    axes.set_xlabel(label)
     if len(steps) == 1:
         axes.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))

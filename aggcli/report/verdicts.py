@@ -19,6 +19,8 @@ ONE_SEED = "One seed: no interval and no test, so no difference can be shown; gi
 def question(frames: Frames, findings: Findings) -> str:
     """What these records can answer."""
     modes = list(dict.fromkeys(run.mode for run in frames.runs))
+    if findings.of_others and findings.comparison is not None and len(findings.comparison.labels) > 1:
+        return f"Do these runs differ in what they learned? {_listed(findings.comparison.labels)}"
     if findings.trained and findings.comparison and len(findings.comparison.labels) > 1:
         return f"Does the loss aggregation change what is learned? {_listed(findings.comparison.labels)}"
     if len(frames.runs) == 1 and findings.trained:
@@ -35,6 +37,8 @@ def uncertainty(findings: Findings) -> list[str]:
     """
     if findings.comparison is None:
         return [what_no_mode_changes(findings.compared)]
+    if findings.of_others:
+        return _uncertainty_of_others(findings, findings.comparison)
     if not findings.verdict.rankings:
         return [ONE_SEED] if findings.seeds == 1 else []
     said = ["Modes are ranked by success at equal steps and at equal tokens, never by pg_loss, whose scale is the mode's own."]
@@ -52,6 +56,23 @@ def uncertainty(findings: Findings) -> list[str]:
     if not any(ranking.shown for ranking in findings.verdict.rankings):
         said.append("No difference shown does not mean that there is none: the intervals say how large it may still be.")
     floor = _floor(findings.comparison)
+    if floor is not None and floor > 0.05:
+        said.append(f"So few seeds cannot be significant by signs alone: the sign-flip p cannot fall below {floor:.2g}.")
+    return said
+
+
+def _uncertainty_of_others(findings: Findings, comparison: Comparison) -> list[str]:
+    said = ["Arms are compared by what their trainers logged; the settings of other trainers' runs are not known here."]
+    if not comparison.tests:
+        return said
+    if comparison.paired:
+        how = "Differences are paired by the seeds that paths and records tell; p is the paired t-test's"
+    else:
+        how = "Runs are not paired: a difference is of the means of two arms; its interval and p are of Welch's t-test"
+    said.append(f"{how}, p corrected by Holm over all outcomes and arms; brackets are 95 % intervals, each for itself.")
+    if not any(ranking.shown for ranking in findings.verdict.rankings):
+        said.append("No difference shown does not mean that there is none: the intervals say how large it may still be.")
+    floor = _floor(comparison)
     if floor is not None and floor > 0.05:
         said.append(f"So few seeds cannot be significant by signs alone: the sign-flip p cannot fall below {floor:.2g}.")
     return said
