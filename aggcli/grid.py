@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from aggcli.training.rollout import Sampler, StepSource, stacked_prompts
 from aggcli.training.rows import layout_in_force, optimizer_step_positions
 from aggcli.training.stack import RunSpec
 from aggcli.training.step import stack_weights
-from aggcli.world import ALONE, World, local_rank
+from aggcli.world import World, local_rank
 
 EVALUATION_PROMPTS = 512
 """Fresh prompts that a small policy is evaluated on unless --evaluation-prompts says otherwise."""
@@ -109,7 +110,7 @@ def _set_up_model(config: RunConfig, model: str, device: torch.device) -> Setup:
     task = spoken_task(training.task, speech)
     limit = config.max_response_length or task.default_max_response_length
     _need_room(training.overlong_buffer, limit)
-    return Setup(config, task, causal_start(load_model(model, config, device), config), limit, device)
+    return Setup(config, task, _start_of(_model(model, config, device), config, device), limit, device)
 
 
 def _set_up_recorded(config: RunConfig, device: torch.device) -> Setup:
@@ -133,14 +134,28 @@ def _set_up_recorded(config: RunConfig, device: torch.device) -> Setup:
 
 def _set_up_recorded_model(config: RunConfig, model: str, device: torch.device) -> Setup:
     """Recorded rollouts, and the language model that is to learn from them."""
-    module = load_model(model, config, device)
+    module = _model(model, config, device)
     recorded = prepared(open_source(config.source, config.seed), config, vocabulary_of(module))
     need_context(module, recorded.longest)
     longest = max(int(batch.response_length_S.max()) for batch in recorded.batches)
     shorter = dataclasses.replace(config.training, steps=min(config.training.steps, len(recorded.batches)))
     config = dataclasses.replace(config, training=shorter)
     limit = config.max_response_length or longest
-    return Setup(config, None, causal_start(module, config), limit, device, recorded)
+    return Setup(config, None, _start_of(module, config, device), limit, device, recorded)
+
+
+def _model(name: str, config: RunConfig, device: torch.device) -> Any:
+    """A language model; in main memory where each rank's device is to hold a part of it only."""
+    return load_model(name, config, torch.device("cpu") if config.layout.dp * config.layout.cp > 1 else device)
+
+
+def _start_of(module: Any, config: RunConfig, device: torch.device) -> Start:
+    """Where runs of a language model begin: whole in a process, cut over ranks where there are several."""
+    if config.layout.dp * config.layout.cp == 1:
+        return causal_start(module, config)
+    from aggcli.policy.sharded import ShardedStart
+
+    return ShardedStart(module, config, device)
 
 
 def need_whole_groups_in(recorded: Recorded, global_batch_size: int | None, rule: Rule) -> None:
@@ -304,12 +319,12 @@ class Gap:
     shares: dict[str, float]
 
 
-def predicted_gap(setup: Setup, rules: Sequence[Rule], seed: int) -> Gap:
-    """How far apart the modes are before training, on the first rollout step of one seed."""
-    policy = setup.start.stack([0.0], ALONE)
+def predicted_gap(setup: Setup, rules: Sequence[Rule], seed: int, world: World) -> Gap:
+    """How far apart the modes are before training, on the first rollout step of one seed. Every rank must call it."""
+    policy = setup.start.stack([0.0], world)
     (start,) = evaluate(setup, policy, [seed])
     runs = runs_of(setup.config, rules, [seed], setup.response_limit)
-    sampler = Sampler(_task(setup), setup.config, setup.response_limit, ALONE)
+    sampler = Sampler(_task(setup), setup.config, setup.response_limit, world)
     batch = sampler.step(runs[:1], policy, 0).batch
     if not batch.num_samples:
         return Gap(start, {})

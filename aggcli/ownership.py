@@ -11,6 +11,7 @@ from pathlib import Path
 from aggcli.errors import RecordError, some
 from aggcli.files import DRAFT
 from aggcli.records import (
+    CHECKPOINT_PARTS,
     LAYOUTS,
     MANIFEST,
     METRICS,
@@ -46,6 +47,7 @@ OWN_FOLDERS = {
     ROLLOUTS: r"\d+\.jsonl",
     TENSORBOARD: r"events\.out\.tfevents\..+",
     TRACKIO: r".+\.(db(-wal|-shm|-journal)?|lock)",
+    **dict.fromkeys(CHECKPOINT_PARTS, r"shard-\d+-model-\d+-of-\d+\.safetensors"),
 }
 """What a results directory holds besides the run directories that its manifest names: files, and folder -> files in it."""
 _DRAFT = rf"({re.escape(DRAFT)})?"

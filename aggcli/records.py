@@ -43,6 +43,8 @@ TENSORBOARD = "tensorboard"
 TRACKIO = "trackio"
 ROLLOUTS = "rollouts"
 CURVES = "curves.json"
+CHECKPOINT_PARTS = ("checkpoint-parts-0", "checkpoint-parts-1")
+"""Where ranks put their parts of a checkpoint, in turn: the last whole one stays while the next is written."""
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

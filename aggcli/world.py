@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from aggcli import lifeline
 from aggcli.errors import AggcliError, ExitCode, SettingError, signal_name
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class RankFailed(AggcliError):
@@ -33,13 +37,18 @@ class PeerLost(AggcliError):
     exit_code = ExitCode.CHECK_FAILED
 
 
+_OF_A_PEER = re.compile("gloo|nccl|connection|socket|peer|timed out", re.IGNORECASE)
+
+
 @contextmanager
-def _exchange() -> Iterator[None]:
-    """Around every call that waits for other ranks."""
+def exchange(*, computes: bool = False) -> Iterator[None]:
+    """Around every call that waits for other ranks. `computes`: it does other things too, whose errors are let through."""
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [""])[0]
+        if computes and not isinstance(error, dist.DistError) and not _OF_A_PEER.search(reason):
+            raise
         raise PeerLost("" if lifeline.started_here() else f"this rank lost the others: {reason}") from error
 
 
@@ -68,7 +77,7 @@ class World:
         if self.group is None or not values:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        with _exchange():
+        with exchange():
             dist.all_reduce(tensor, op=operation, group=self.group)
         return tensor.tolist()
 
@@ -77,7 +86,7 @@ class World:
         if self.group is None:
             return [item]
         items: list[Any] = [None] * self.size
-        with _exchange():
+        with exchange():
             dist.gather_object(item, items if self.is_root else None, dst=0, group=self.group)
         return items if self.is_root else []
 
@@ -86,14 +95,14 @@ class World:
         if self.group is None:
             return [item]
         items: list[Any] = [None] * self.size
-        with _exchange():
+        with exchange():
             dist.all_gather_object(items, item, group=self.group)
         return items
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors, in place, on every rank."""
         if self.group is not None:
-            with _exchange():
+            with exchange():
                 dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
         return tensor
 
@@ -102,9 +111,15 @@ class World:
         if self.group is None:
             return [tensor]
         found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        with _exchange():
+        with exchange():
             dist.all_gather(found, tensor.contiguous(), group=self.group)
         return found
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """The ranks as a mesh of one axis, over which torch cuts parameters. Not for a world of one."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self.group, device.type)
 
     def split(self, size: int) -> World:
         """This rank's part of the world when it is cut into parts of `size` consecutive ranks. Every rank must call it."""
@@ -112,7 +127,7 @@ class World:
             return self
         mine = World()
         for first in range(0, self.size, size):
-            with _exchange():
+            with exchange():
                 group = dist.new_group(list(range(first, first + size)))
             if first <= self.rank < first + size:
                 mine = World(self.rank - first, size, group)
@@ -124,7 +139,7 @@ class World:
             (item,) = items
             return item
         received: list[Any] = [None]
-        with _exchange():
+        with exchange():
             dist.scatter_object_list(received, list(items) if self.is_root else None, src=0, group=self.group)
         return received[0]
 
@@ -133,7 +148,7 @@ class World:
         if self.group is None:
             return item
         box = [item]
-        with _exchange():
+        with exchange():
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
@@ -151,7 +166,7 @@ def join() -> World:
     """Join the process group that the launcher describes, or be a world of one. Threads are shared out among ranks."""
     if not was_started_by_torchrun():
         return World()
-    with _exchange():
+    with exchange():
         on_cuda = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

@@ -218,7 +218,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a context-parallel rank forgets what the others' tokens owe to its keys and values",
-        "training/forward.py",
+        "policy/context.py",
         "whole = ctx.world.add_up(gradients[0].contiguous().clone())",
         "whole = gradients[0].contiguous()",
         ("tests/test_training_ranks.py",),

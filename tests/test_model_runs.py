@@ -98,7 +98,6 @@ BAD = [
     ({"warm_start": "some.safetensors"}, "--warm-start is for the small policy"),
     ({"model": None, "task": "rg:chain_sum"}, "is in words; give a language model with --model"),
     ({"model": None, "task": "control", "lora_rank": 2}, "--lora-rank is for language models"),
-    ({"cp": 2}, "context parallelism is for the small policy"),
 ]
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from aggcli import grid
 from aggcli.config import settings_from
 from aggcli.layout.schedule import parse_layout
-from aggcli.policy.protocol import Policy
+from aggcli.policy.protocol import Policy, Shards
 from aggcli.policy.transformer import Parameters, logits
 from aggcli.policy.weights import Optimizer
 from aggcli.training.report import Reporter
 from aggcli.training.rollout import SampledRollouts
 from aggcli.training.stack import RunSpec
 from aggcli.training.step import step_gradient, step_tokens
-from aggcli.world import ALONE
+from aggcli.world import ALONE, World
 from tests import closed_form
 from tests.fixtures import MODES, batch_of
 from tests.speed import few
@@ -195,7 +195,7 @@ OF_PRESET = {"trl:grpo": "sample_mean", "trl:dr_grpo": "constant", "trl:dapo": "
 class Table:
     """A policy of one run whose parameters are the log-probabilities themselves; a row's first token is its number."""
 
-    device, runs = torch.device("cpu"), slice(0, 1)
+    device, runs, shards = torch.device("cpu"), slice(0, 1), Shards()
 
     def __init__(self, table_1SC: Tensor) -> None:
         self.table_1SC = table_1SC
@@ -205,6 +205,9 @@ class Table:
 
     def no_gradient(self) -> Tensor:
         return torch.zeros(1, self.table_1SC.numel(), dtype=torch.float64)
+
+    def summed(self, gradient_RQ: Tensor, world: World) -> Tensor:
+        return gradient_RQ
 
     def log_probs(self, tokens_RBL: Tensor, prompt_RB: Tensor, length_RB: Tensor) -> Any:
         found_1BC = self.table_1SC[:, tokens_RBL[0, :, 0], : max(int(length_RB.max()), 1)]

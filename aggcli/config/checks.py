@@ -55,8 +55,6 @@ def check(config: RunConfig) -> None:
         -1 <= synthetic.synthetic_length_correctness <= 1,
         "between -1 and 1",
     )
-    if config.training.model is not None and layout.cp > 1:
-        raise SettingError(f"--cp {layout.cp}: context parallelism is for the small policy; leave it out with --model")
     _check_training(config.training, config.source.rollouts)
     for name in ("workers", "shares"):
         value = getattr(config.launch, name)

@@ -13,6 +13,7 @@ from aggcli import ownership, records
 from aggcli.config import LAUNCH_SETTINGS, to_flat, to_toml
 from aggcli.errors import RecordError
 from aggcli.files import DRAFT, whole_file
+from aggcli.jobs.listening import say
 from aggcli.run_writer import RunWriter, end_all, say_status
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 FREE_ON_RESUME = ("steps", "log_to", *(name for name in LAUNCH_SETTINGS if name != "shares"))
 """Settings that a resumed run may change."""
+RANKS = ("dp", "cp")
+"""Settings that it may change too where no rule depends on the layout: its numbers go on up to rounding."""
 
 
 def directory_of(request: TrainingRequest, world: World) -> Path:
@@ -60,9 +63,12 @@ def _chosen_directory(request: TrainingRequest) -> Path:
         made = "`aggcli run`" if manifest["command"] == "run" else "`aggcli train` or `aggcli compare`"
         raise RecordError(f"--resume: {request.output} was made by {made}; resume it by that command")
     now = to_flat(request.config)
+    free = (*FREE_ON_RESUME, *(() if any(mode.depends_on_layout for mode in request.modes) else RANKS))
     for name, value in manifest["settings"].items():
         mine = list(v) if isinstance(v := now.get(name), tuple) else v
-        if mine != value and name not in FREE_ON_RESUME:
+        if mine != value and name in RANKS and name in free:
+            say(f"--resume: {name} is {mine} now and was {value}, so the numbers go on up to rounding, not to the bit")
+        if mine != value and name not in free:
             raise RecordError(
                 f"--resume: {name} is {mine} now and was {value} in {request.output}; a resumed run keeps its settings"
             )

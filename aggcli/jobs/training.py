@@ -20,7 +20,7 @@ from aggcli.errors import RecordError, RolloutError, SettingError, some, told
 from aggcli.jobs import recording
 from aggcli.jobs.listening import Listener, Progress, listener, say
 from aggcli.jobs.recording import Files, Sent
-from aggcli.jobs.training_words import foretell, summary_of
+from aggcli.jobs.training_words import accuracy_before, foretell, summary_of
 from aggcli.measurement.words import plural
 from aggcli.records import MANIFEST
 from aggcli.report.notebook import Shown
@@ -263,7 +263,9 @@ def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
         if request.config.training.match == "grad-norm":
             runs = grid.matched_rates(setup, runs, world)
         if world.is_root:
-            before = foretell(request, setup, runs, directory, resumed)
+            foretell(request, runs, directory, resumed)
+        if setup.task is not None:
+            before = accuracy_before(request, setup, world)
         stack = recording.Stack(request, setup, runs, directory, count)
         with stack.recorded(world) as manifest:
             given = setup if isinstance(launcher, Here) else grid.movable(setup)
@@ -413,7 +415,7 @@ def trained(share: TrainingShare, link: Link) -> Trained:
 
 def _trained(share: TrainingShare, link: Link) -> Trained:
     from aggcli import grid
-    from aggcli.training.checkpoint import checkpoint_of, load, need_fit, save
+    from aggcli.training.checkpoint import checkpoint_of, filled, load, need_fit, save
 
     request, world, runs = share.request, share.world, share.own_runs
     setup, path = grid.arrived(share.setup or request.config), checkpoint_of(share.directory, share.number, share.shares)
@@ -422,11 +424,14 @@ def _trained(share: TrainingShare, link: Link) -> Trained:
         goes_on = world.broadcast(request.resume or any((share.directory / run.name / MANIFEST).exists() for run in runs))
         checkpoint = load(path) if goes_on else None
         if checkpoint is not None:
-            need_fit(path, checkpoint, [run.name for run in runs], trainer.checkpoint().tensors)
-            trainer.restore(checkpoint)
+            like = trainer.checkpoint().tensors
+            need_fit(path, checkpoint, [run.name for run in runs], like)
+            trainer.restore(filled(checkpoint, like, world))
         stack = recording.Stack(request, setup, share.runs, share.directory, share.shares)
         with stack.writers(runs, world, trainer.step if goes_on else None) as writers:
-            done = _loop(trainer, writers, share, link, lambda: save(path, trainer.checkpoint()))
+            if (held := _held(trainer, world)) and world.is_root:
+                link.tell(held)
+            done = _loop(trainer, writers, share, link, lambda: save(path, trainer.checkpoint(), world))
             if setup.task is not None and trainer.runs:
                 final = grid.evaluate(setup, trainer.policy, [run.seed for run in trainer.runs])
                 done.final = {run.name: dataclasses.asdict(found) for run, found in zip(trainer.runs, final, strict=True)}
@@ -450,11 +455,24 @@ def _loop(
             link.tell(text)
         is_stopping = any(world.everyone(link.is_stopping))
         link.tell(Progress(trainer.step, done.tokens / done.seconds, _numbers(done) if share.is_shown else ()))
-        if world.is_root and (is_stopping or trainer.step % training.checkpoint_every == 0 or trainer.step == training.steps):
+        if is_stopping or trainer.step % training.checkpoint_every == 0 or trainer.step == training.steps:
             keep()
         if is_stopping:
             raise KeyboardInterrupt
     return result
+
+
+def _held(trainer: Trainer, world: World) -> str:
+    """How much of a model each rank holds, where it is cut; blank where every rank holds all. Every rank must call it."""
+    shards, own_RQ = trainer.policy.shards.world, trainer.policy.flat_RQ
+    if shards.size == 1:
+        return ""
+    sizes = [int(size) for size in shards.everyone(own_RQ.shape[1])]
+    each = f"{min(sizes):,}" if len(set(sizes)) == 1 else f"{min(sizes):,} to {max(sizes):,}"
+    return (
+        f"the model is cut over {shards.size} ranks: each holds {each} of {sum(sizes):,} trained parameters, their gradient and"
+        " moments; all of it while it samples"
+    )
 
 
 def _numbers(done: TrainedStep) -> list[tuple[str, Mapping[str, float | None]]]:

@@ -20,13 +20,11 @@ if TYPE_CHECKING:
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.rules import Rule
     from aggcli.training.stack import RunSpec
+    from aggcli.world import World
 
 
-def foretell(request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], directory: Path, resumed: str) -> float | None:
-    """What is about to be trained, and whether the modes can differ on it at all. `resumed`: where it is gone on from, blank
-    where it begins. Returns the accuracy before training, None on recorded rollouts."""
-    from aggcli.grid import predicted_gap
-
+def foretell(request: TrainingRequest, runs: Sequence[RunSpec], directory: Path, resumed: str) -> None:
+    """Say what is about to be trained. `resumed`: where it is gone on from, blank where it begins."""
     training = request.config.training
     if request.command == "run":
         say(f"mode: {request.modes[0].name}")
@@ -41,9 +39,15 @@ def foretell(request: TrainingRequest, setup: Setup, runs: Sequence[RunSpec], di
         say("one rollout per prompt: every advantage is 0, so there is no signal; raise --n-samples-per-prompt")
     if resumed:
         say(f"resuming {directory} at {resumed}")
-    if setup.task is None:
-        return None
-    gap = predicted_gap(setup, request.modes, request.seeds[0])
+
+
+def accuracy_before(request: TrainingRequest, setup: Setup, world: World) -> float:
+    """The accuracy before training; the root says it, and whether the modes can differ at all. Every rank must call it."""
+    from aggcli.grid import predicted_gap
+
+    gap = predicted_gap(setup, request.modes, request.seeds[0], world)
+    if not world.is_root:
+        return gap.start.accuracy
     say(
         f"before training: accuracy {gap.start.accuracy:.3f}, response length {gap.start.response_length:.1f} tokens"
         f" (standard deviation {gap.start.response_length_std:.1f}){_on_the_longest(gap.shares)}"

@@ -22,9 +22,9 @@ from aggcli.errors import SettingError
 from aggcli.policy.chunked import chunked_log_probs
 from aggcli.policy.generation import generate, keys_of
 from aggcli.policy.packing import cuts
-from aggcli.policy.protocol import Noise, Sampled, all_finite, joined_runs
+from aggcli.policy.protocol import Noise, Pass, Sampled, Shards, joined_runs
 from aggcli.policy.weights import Optimizer
-from aggcli.world import World
+from aggcli.world import ALONE, World
 
 TOO_LITTLE_MEMORY = (
     "lower --micro-batch-size or --max-tokens-per-gpu, --rollout-batch-size or --max-response-length, name fewer --modes, or"
@@ -62,23 +62,23 @@ class CausalStart:
 def causal_start(module: Any, config: RunConfig) -> CausalStart:
     """A model whose trained parameters are those that require a gradient. Raises `SettingError` for a model whose logits are
     not a projection of its last hidden states."""
-    trained = _trained(module)
-    start = CausalStart(module, torch.cat([value.detach().flatten() for value in trained]), config)
-    _need_known_logits(module)
+    start = CausalStart(module, torch.cat([value.detach().flatten() for value in trained(module).values()]), config)
+    need_known_logits(module)
     return start
 
 
-def _trained(module: Any) -> list[Tensor]:
-    return [value for value in module.parameters() if value.requires_grad]
+def trained(module: Any) -> dict[str, Tensor]:
+    """The parameters that are trained, by name."""
+    return {name: value for name, value in module.named_parameters() if value.requires_grad}
 
 
 class CausalPolicy:
     """See `Policy`. `flat_RQ`: the trained parameters of each run."""
 
-    def __init__(self, start: CausalStart, lr: Sequence[float]) -> None:
-        self.start = start
+    def __init__(self, start: CausalStart, lr: Sequence[float], shards: Shards = Shards()) -> None:
+        self.start, self.shards = start, shards
         self.flat_RQ = start.initial_Q.repeat(len(lr), 1)
-        self.optimizer = Optimizer(self.flat_RQ, lr, start.config.training)
+        self.optimizer = Optimizer(self.flat_RQ, lr, start.config.training, shards)
 
     @property
     def device(self) -> torch.device:
@@ -96,8 +96,9 @@ class CausalPolicy:
         self, prompts_RPL: Tensor, prompt_length_RP: Tensor, noise: Noise, limit: int, *, end_id: int, pad_id: int
     ) -> Sampled:
         """See `Policy.sample`."""
-        need_context(self.start.module, int(prompt_length_RP.max()) + limit)
-        parts = []
+        if noise.count:
+            need_context(self.start.module, int(prompt_length_RP.max()) + limit)
+        parts, cached = [], self.start.sampled
         for run, value_Q in enumerate(self.flat_RQ):
             prompts_PL, length_P = prompts_RPL[run], prompt_length_RP[run]
             asked = (
@@ -109,27 +110,37 @@ class CausalPolicy:
                 *length_P.tolist(),
                 *prompts_PL.flatten().tolist(),
             )
-            is_initial = torch.equal(value_Q, self.start.initial_Q)
-            found = self.start.sampled.get(asked) if is_initial else None
-            if found is None:
+            changed, missing = self.shards.world.max(
+                [not torch.equal(value_Q, self.start.initial_Q), asked not in cached]
+            )  # a rank that samples needs the parts of all
+            if changed or missing:
                 found = self._generated(value_Q, prompts_PL, length_P, keys_of(noise, run), limit, end_id, pad_id)
-            if is_initial:
-                self.start.sampled[asked] = found
+            else:
+                found = cached[asked]
+            if not changed:
+                cached[asked] = found
             parts.append(found)
         return joined_runs(parts, pad_id)
 
     def _generated(
         self, value_Q: Tensor, prompts_PL: Tensor, length_P: Tensor, key_B: Tensor, limit: int, end_id: int, pad_id: int
     ) -> Sampled:
-        module, temperature = self.start.module, self.start.config.training.temperature
-        _hold(module, value_Q)
-        with _told_memory(), self._autocast():
+        temperature = self.start.config.training.temperature
+        with self._whole(value_Q) as module, told_memory(), self._autocast():
+            if not len(key_B):
+                return Sampled.none(1)
             prompts = prompts_PL.to(self.device), length_P.to(self.device)
             return generate(
                 module, *prompts, key_B.to(self.device), limit, end_id=end_id, pad_id=pad_id, temperature=temperature
             )
 
-    def passes(self, *, reference: bool = False) -> Iterator[_OneRun]:
+    @contextlib.contextmanager
+    def _whole(self, value_Q: Tensor) -> Iterator[Any]:
+        """The model with these numbers, to be sampled from."""
+        _hold(self.start.module, value_Q)
+        yield self.start.module
+
+    def passes(self, *, reference: bool = False) -> Iterator[Pass]:
         """See `Policy.passes`: one run at a time."""
         for run in range(len(self.flat_RQ)):
             _hold(self.start.module, self.start.initial_Q if reference else self.flat_RQ[run])
@@ -142,19 +153,22 @@ class CausalPolicy:
         """See `Policy.no_gradient`."""
         return torch.zeros_like(self.flat_RQ)
 
+    def summed(self, gradient_RQ: Tensor, world: World) -> Tensor:
+        """See `Policy.summed`."""
+        return world.add_up(gradient_RQ)
+
     def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
         """See `Policy.step`."""
-        with _told_memory():
+        with told_memory():
             return self.optimizer.step(self.flat_RQ, gradient_RQ, stepping_R.to(self.device))
 
     def sizes(self) -> dict[str, int]:
         """See `Policy.sizes`."""
-        named = self.start.module.named_parameters()
-        return {name: value.numel() for name, value in named if value.requires_grad}
+        return {name: shape.numel() for name, shape in self._shapes().items()}
 
-    def finite(self) -> Tensor:
-        """See `Policy.finite`."""
-        return all_finite(self.flat_RQ).cpu()
+    def _shapes(self) -> dict[str, torch.Size]:
+        """Of what this rank holds of each trained parameter."""
+        return {name: value.shape for name, value in trained(self.start.module).items()}
 
     def keep(self, runs_R: Tensor) -> None:
         """See `Policy.keep`."""
@@ -164,22 +178,46 @@ class CausalPolicy:
         self.optimizer.keep(runs_R.to(self.device))
 
     def state(self) -> dict[str, Tensor]:
-        """See `Policy.state`."""
-        moments = {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
-        return {"parameters": self.flat_RQ, **moments}
+        """See `Policy.state`: what is as large as the parameters is cut into them, the same however many ranks hold it."""
+        found: dict[str, Tensor] = {}
+        for name, value in self._held().items():
+            if value.dim() < 2:
+                found[name] = value
+                continue
+            parts = value.split([shape.numel() for shape in self._shapes().values()], 1)
+            for (parameter, shape), part in zip(self._shapes().items(), parts, strict=True):
+                found[f"{name}.{parameter}"] = self._to_state(parameter, part.view(len(value), *shape))
+        return found
 
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Policy.load`."""
-        self.flat_RQ.copy_(state["parameters"])
-        moments = {name.removeprefix("optimizer."): value for name, value in state.items() if "." in name}
-        self.optimizer.load({name: value.to(self.device) for name, value in moments.items()})
+        loaded: dict[str, Tensor] = {}
+        for name, value in self._held().items():
+            if value.dim() < 2:
+                loaded[name] = state[name].to(self.device)
+                continue
+            parts = [self._from_state(state[f"{name}.{parameter}"]).flatten(1) for parameter in self._shapes()]
+            loaded[name] = torch.cat(parts, 1).to(self.device)
+        self.flat_RQ.copy_(loaded.pop("parameters"))
+        self.optimizer.load({name.removeprefix("optimizer."): value for name, value in loaded.items()})
+
+    def _held(self) -> dict[str, Tensor]:
+        return {"parameters": self.flat_RQ, **{f"optimizer.{name}": it for name, it in self.optimizer.state().items()}}
+
+    def _to_state(self, parameter: str, value_RX: Tensor) -> Tensor:
+        """What this rank holds of a parameter, as it stands in a state."""
+        return value_RX
+
+    def _from_state(self, value_RX: Tensor) -> Tensor:
+        """What this rank holds of a parameter that stands in a state."""
+        return value_RX
 
 
 @torch.no_grad()
 def _hold(module: Any, value_Q: Tensor) -> None:
     """Let the module's trained parameters be views of these numbers."""
     start = 0
-    for value in _trained(module):
+    for value in trained(module).values():
         value.data = value_Q[start : start + value.numel()].view(value.shape)
         start += value.numel()
 
@@ -195,7 +233,7 @@ class _OneRun:
     autocast: AbstractContextManager[Any]
 
     def log_probs(self, tokens_RBL: Tensor, prompt_RB: Tensor, length_RB: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        with _told_memory(), self.autocast:
+        with told_memory(), self.autocast:
             found = row_log_probs(
                 self.module,
                 tokens_RBL[0],
@@ -208,9 +246,9 @@ class _OneRun:
         return found[0][None], found[1][None], None
 
     def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
-        mine_Q, start, trained = gradient_RQ[self.runs.start], 0, _trained(self.module)
-        with _told_memory():
-            for part in torch.autograd.grad(loss, trained, retain_graph=not is_last, allow_unused=True, materialize_grads=True):
+        mine_Q, start, by = gradient_RQ[self.runs.start], 0, list(trained(self.module).values())
+        with told_memory():
+            for part in torch.autograd.grad(loss, by, retain_graph=not is_last, allow_unused=True, materialize_grads=True):
                 mine_Q[start : start + part.numel()] += part.flatten()
                 start += part.numel()
 
@@ -224,12 +262,14 @@ def row_log_probs(
     *,
     temperature: float = 1.0,
     entropy_gradient: bool = False,
+    world: World = ALONE,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each response token of right-padded rows of prompt and response, and the entropy there, [B, C]; 0 past
     the end of a response.
 
     Rows go through the model sorted by length, in bins padded to their longest, so that padding costs little; a causal model
     needs no mask for padding that stands behind. Only places that predict a response token are projected to the vocabulary.
+    The ranks of `world` run the model equally often, as they must where each holds a part of it: some on a token of no row.
     """
     device = next(module.parameters()).device
     total_B = torch.where(length_B > 0, prompt_B + length_B, 0)
@@ -237,17 +277,19 @@ def row_log_probs(
     columns = max(int(length_B.max()), 1)
     column_C = torch.arange(columns)
     hidden, targets, places = [], [], []
-    for start, end in cuts(total_B[order_B].numpy()):
+    bins = cuts(total_B[order_B].numpy())
+    bins += [(0, 0)] * (int(world.max([float(len(bins))])[0]) - len(bins))
+    for start, end in bins:
         rows_b = order_B[start:end]
-        width = int(total_B[rows_b].max())
-        tokens_bl = tokens_BL[rows_b, :width].to(device)
-        hidden_blD = _body(module)(input_ids=tokens_bl, use_cache=False).last_hidden_state
+        width = int(total_B[rows_b].max()) if end else 1
+        tokens_bl = (tokens_BL[rows_b, :width] if end else tokens_BL.new_zeros(1, 1)).to(device)
+        hidden_blD = body(module)(input_ids=tokens_bl, use_cache=False).last_hidden_state
         valid_bC = column_C < length_B[rows_b, None]
         row, column = valid_bC.nonzero(as_tuple=True)
         place = prompt_B[rows_b][row] + column
         hidden.append(hidden_blD[row.to(device), (place - 1).to(device)])
         targets.append(tokens_BL[rows_b[row], place])
-        places.append(rows_b[row] * columns + column)
+        places.append(torch.stack([rows_b[row], column]))
     if not hidden:
         nothing = torch.zeros(len(tokens_BL), columns, dtype=dtype, device=device)
         return nothing, nothing
@@ -260,13 +302,12 @@ def row_log_probs(
         temperature=temperature,
         entropy_gradient=entropy_gradient,
     )
-    at_T = torch.cat(places).to(device)
-    zeros = torch.zeros(len(tokens_BL) * columns, dtype=dtype, device=device)
-    shape = (len(tokens_BL), columns)
-    return zeros.index_put((at_T,), log_prob_T).view(shape), zeros.index_put((at_T,), entropy_T).view(shape)
+    row_T, column_T = torch.cat(places, 1).to(device)
+    zeros = torch.zeros(len(tokens_BL), columns, dtype=dtype, device=device)
+    return zeros.index_put((row_T, column_T), log_prob_T), zeros.index_put((row_T, column_T), entropy_T)
 
 
-def _body(module: Any) -> Any:
+def body(module: Any) -> Any:
     """The model without its vocabulary projection."""
     return getattr(module, module.base_model_prefix)
 
@@ -299,19 +340,19 @@ def need_context(module: Any, length: int) -> None:
         )
 
 
-def _need_known_logits(module: Any) -> None:
+def need_known_logits(module: Any) -> None:
     """The logits of two tokens by the model itself and by `project` must be the same."""
     ids_BL = torch.tensor([[0, 1]], device=next(module.parameters()).device)
     with torch.no_grad():
         own = module(input_ids=ids_BL, use_cache=False).logits
-        made = project(module, _body(module)(input_ids=ids_BL, use_cache=False).last_hidden_state)
+        made = project(module, body(module)(input_ids=ids_BL, use_cache=False).last_hidden_state)
     if own.shape != made.shape or not torch.allclose(own.float(), made.float(), rtol=1e-4, atol=1e-4):
         kind = type(module).__name__
         raise SettingError(f"--model: {kind} makes its logits in a way of its own, which aggcli does not know; give another")
 
 
 @contextlib.contextmanager
-def _told_memory() -> Iterator[None]:
+def told_memory() -> Iterator[None]:
     """An error of the device's memory in one line, with what to lower."""
     try:
         yield

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from aggcli.tasks.chance import SAMPLING, uniform
-from aggcli.world import World
+from aggcli.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class Sampled:
     log_probs_RBL: Tensor
     truncated_RB: Tensor
 
+    @staticmethod
+    def none(runs: int) -> Sampled:
+        """Of a rank without rows."""
+        tokens_RBL, of_row_RB = torch.zeros(runs, 0, 1, dtype=torch.int64), torch.zeros(runs, 0, dtype=torch.int64)
+        return Sampled(tokens_RBL, of_row_RB, tokens_RBL.double(), of_row_RB.bool())
+
 
 def joined_runs(parts: list[Sampled], pad_id: int) -> Sampled:
     """The runs of all parts, padded to the longest."""
@@ -62,6 +68,26 @@ def joined_runs(parts: list[Sampled], pad_id: int) -> Sampled:
         together("log_probs_RBL", 0.0),
         torch.cat([part.truncated_RB for part in parts]),
     )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Where the Q numbers of a run are: each rank of `world` holds a part of them; in a world of one every rank holds all."""
+
+    world: World = ALONE
+
+    def norm(self, value_RQ: Tensor) -> Tensor:
+        """The 2-norm of all numbers of each run, float64 [R]; of this rank's part, given by every rank."""
+        own_R = torch.linalg.vector_norm(value_RQ, dim=1, dtype=torch.float64)
+        return torch.linalg.vector_norm(torch.stack(self.world.tensors(own_R)), dim=0)
+
+    def finite(self, value_RQ: Tensor) -> Tensor:
+        """Whether all numbers of a run are finite, bool [R] on the CPU: their norm is, unless it overflows."""
+        finite_R = torch.isfinite(self.norm(value_RQ))
+        if not finite_R.all():
+            own_R = torch.isfinite(value_RQ).all(1).double()
+            finite_R = torch.stack(self.world.tensors(own_R)).amin(0) > 0
+        return finite_R.cpu()
 
 
 class Pass(Protocol):
@@ -80,12 +106,25 @@ class Pass(Protocol):
 
     def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
         """Add d loss / d parameters of these runs to their rows of the stack's gradient [R, Q]. `loss`: a weighted sum of what
-        `log_probs` has given, one number for all the runs; `is_last`: no further gradient is taken through the same ones."""
+        `log_probs` has given, one number for all the runs; `is_last`: no further gradient is taken through the same ones.
+
+        Where parameters are cut into shards, the gradient is at once the sum of all ranks' losses."""
         ...
 
 
 class Policy(Protocol):
-    """The parameters of R runs, Q numbers each, what they sample and how they learn. Every rank holds all of them."""
+    """The parameters of R runs, what they sample and how they learn. Every rank holds all their numbers, or its part of them:
+    Q is how many this rank holds of a run. Where it holds a part, every rank calls the same methods in the same order."""
+
+    @property
+    def shards(self) -> Shards:
+        """Where the numbers of a run are."""
+        ...
+
+    @property
+    def flat_RQ(self) -> Tensor:
+        """The parameters that this rank holds, in the order of the gradient's."""
+        ...
 
     @property
     def device(self) -> torch.device: ...
@@ -103,7 +142,7 @@ class Policy(Protocol):
         self, prompts_RPL: Tensor, prompt_length_RP: Tensor, noise: Noise, limit: int, *, end_id: int, pad_id: int
     ) -> Sampled:
         """One response of at most `limit` tokens for each row of the noise, on the CPU; row b continues prompt `b // (B // P)`
-        of its run, whose ids are the first `prompt_length_RP` of its (right-padded) row."""
+        of its run, whose ids are the first `prompt_length_RP` of its (right-padded) row. A rank without rows calls it too."""
         ...
 
     def passes(self, *, reference: bool = False) -> Iterator[Pass]:
@@ -112,6 +151,10 @@ class Policy(Protocol):
 
     def no_gradient(self) -> Tensor:
         """A gradient of zeros, [R, Q]."""
+        ...
+
+    def summed(self, gradient_RQ: Tensor, world: World) -> Tensor:
+        """The sum over the ranks of a world of what each has added to its gradient, on every rank."""
         ...
 
     def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
@@ -123,16 +166,12 @@ class Policy(Protocol):
         """The parameters of one run by name, in the order of [Q]: how many numbers each has."""
         ...
 
-    def finite(self) -> Tensor:
-        """Whether all parameters of a run are finite numbers, bool [R] on the CPU."""
-        ...
-
     def keep(self, runs_R: Tensor) -> None:
         """Go on with these runs (positions) only."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """Everything needed to go on bit for bit, each [R, ...]; `parameters` [R, Q] among them."""
+        """Everything needed to go on bit for bit, each [R, ...]; what this rank holds a part of is a `DTensor`."""
         ...
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -160,9 +199,3 @@ class Start(Protocol):
         """As many runs as there are learning rates, each with parameters of its own. With context parallelism every rank of the
         world must call it."""
         ...
-
-
-def all_finite(value_RQ: Tensor) -> Tensor:
-    """Whether every number of a run is finite [R]: the sum of their squares is, in float64, unless it overflows."""
-    finite_R = torch.isfinite(torch.linalg.vector_norm(value_RQ, dim=1, dtype=torch.float64))
-    return finite_R if finite_R.all() else torch.isfinite(value_RQ).all(1)

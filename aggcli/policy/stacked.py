@@ -13,7 +13,7 @@ from torch import Tensor
 from aggcli.config import RunConfig
 from aggcli.policy.forward import Forward, make_forward
 from aggcli.policy.groups import SMALL_WIDTH, groups_of, threads_for
-from aggcli.policy.protocol import Noise, Sampled, all_finite
+from aggcli.policy.protocol import Noise, Sampled, Shards
 from aggcli.policy.sampling import sample
 from aggcli.policy.transformer import Parameters, PolicyConfig, run_of, stacked
 from aggcli.policy.weights import Optimizer, weights_of
@@ -53,13 +53,18 @@ class StackedTransformer:
     """See `Policy`. `weights`: the parameters of all runs, flat [R, Q] and as leaves."""
 
     def __init__(self, start: SmallStart, lr: Sequence[float], world: World) -> None:
-        self.start, self.world = start, world
+        self.start, self.world, self.shards = start, world, Shards()
         self.weights = weights_of(stacked(start.initial, len(lr)))
         self.optimizer = Optimizer(self.weights.flat_RQ, lr, start.config.training)
 
     @property
     def device(self) -> torch.device:
         return self.weights.flat_RQ.device
+
+    @property
+    def flat_RQ(self) -> Tensor:
+        """See `Policy.flat_RQ`."""
+        return self.weights.flat_RQ
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,6 +78,8 @@ class StackedTransformer:
         self, prompts_RPL: Tensor, prompt_length_RP: Tensor, noise: Noise, limit: int, *, end_id: int, pad_id: int
     ) -> Sampled:
         """See `Policy.sample`; all prompts are as long as their rows."""
+        if not noise.count:
+            return Sampled.none(len(prompts_RPL))
         drawn = sample(
             self.weights.parameters,
             self.start.shape,
@@ -103,6 +110,10 @@ class StackedTransformer:
         """See `Policy.no_gradient`."""
         return torch.zeros_like(self.weights.flat_RQ)
 
+    def summed(self, gradient_RQ: Tensor, world: World) -> Tensor:
+        """See `Policy.summed`."""
+        return world.add_up(gradient_RQ)
+
     def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
         """See `Policy.step`."""
         norm_R = self.optimizer.step(self.weights.flat_RQ, gradient_RQ, stepping_R.to(gradient_RQ.device))
@@ -112,10 +123,6 @@ class StackedTransformer:
     def sizes(self) -> dict[str, int]:
         """See `Policy.sizes`."""
         return {name: value[0].numel() for name, value in self.weights.parameters.items()}
-
-    def finite(self) -> Tensor:
-        """See `Policy.finite`."""
-        return all_finite(self.weights.flat_RQ).cpu()
 
     def keep(self, runs_R: Tensor) -> None:
         """See `Policy.keep`."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from aggcli.config import TrainingConfig
+from aggcli.policy.protocol import Shards
 from aggcli.policy.transformer import Parameters
 
 
@@ -40,11 +41,12 @@ def weights_of(parameters: Parameters) -> Weights:
 class Optimizer:
     """AdamW (Loshchilov and Hutter, 2019) or SGD on a stack: every run has its own learning rate, clipping and step count.
 
-    `flat_RQ` is updated in place; runs that are not `stepping` keep parameters and moments untouched, to the bit.
+    `flat_RQ` is updated in place; runs that are not `stepping` keep parameters and moments untouched, to the bit. `shards`:
+    where the rest of the numbers is, if `flat_RQ` is a part of them.
     """
 
-    def __init__(self, flat_RQ: Tensor, lr: Sequence[float], training: TrainingConfig) -> None:
-        self.training = training
+    def __init__(self, flat_RQ: Tensor, lr: Sequence[float], training: TrainingConfig, shards: Shards = Shards()) -> None:
+        self.training, self.shards = training, shards
         self.lr_R = torch.tensor(lr, dtype=torch.float64, device=flat_RQ.device)
         self.steps_R = torch.zeros(len(lr), dtype=torch.float64, device=flat_RQ.device)
         adaptive = training.optimizer == "adamw"
@@ -55,7 +57,7 @@ class Optimizer:
     def step(self, flat_RQ: Tensor, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
         """Clip, update, and return the norm of each run's gradient before clipping, float64 [R]."""
         training = self.training
-        norm_R = torch.linalg.vector_norm(gradient_RQ, dim=1, dtype=torch.float64)
+        norm_R = self.shards.norm(gradient_RQ)
         if training.clip_grad:
             shrink_R = (training.clip_grad / norm_R.clamp(min=1e-30)).clamp(max=1.0)
             gradient_RQ = gradient_RQ * shrink_R.to(gradient_RQ.dtype)[:, None]

@@ -1,20 +1,31 @@
 """Checkpoints: everything a stack needs to go on bit for bit; written beside and renamed, so there is always a whole one.
 
-The runs of a results directory are cut into shares, each a stack with a checkpoint of its own.
+The runs of a results directory are cut into shares, each a stack with a checkpoint of its own. Where ranks hold parts of the
+parameters each writes its own, by torch's distributed checkpoints in safetensors files, beside the file that names them: any
+number of ranks reads them again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aggcli.errors import RecordError, some
 from aggcli.files import whole_file
+from aggcli.records import CHECKPOINT_PARTS
+from aggcli.world import ALONE, World, exchange
 
 CHECKPOINT = "checkpoint.safetensors"
 
@@ -30,21 +41,132 @@ FACTS = ("step", "optimizer_step", "runs", "gone")
 @dataclass(frozen=True)
 class Checkpoint:
     """`step`: rollout steps done; `optimizer_step`: optimizer steps done; `runs`: names of the runs still training;
-    `gone`: name of each run that diverged -> (rollout step, why)."""
+    `gone`: name of each run that diverged -> (rollout step, why). `parts`: the folder that the tensors are still in, which then
+    are without numbers, see `filled`."""
 
     step: int
     optimizer_step: int
     runs: list[str]
     gone: dict[str, tuple[int, str]]
     tensors: dict[str, Tensor]
+    parts: Path | None = None
 
 
-def save(path: Path, checkpoint: Checkpoint) -> None:
-    """Write the checkpoint of a stack; the previous one stays whole until the new one is. Raises `RecordError`."""
+def save(path: Path, checkpoint: Checkpoint, world: World = ALONE) -> None:
+    """Write the checkpoint of a stack; the previous one stays whole until the new one is. Every rank of the world must call it.
+    Raises `RecordError`."""
+    if world.size > 1 and any(_is_part(value) for value in checkpoint.tensors.values()):
+        _save_parts(path, checkpoint, world)
+    elif world.is_root:
+        tensors = {name: value.contiguous().cpu() for name, value in checkpoint.tensors.items()}
+        _write(path, {name: getattr(checkpoint, name) for name in FACTS}, tensors)
+        for name in CHECKPOINT_PARTS:  # of a run that more ranks have begun
+            shutil.rmtree(path.with_name(name), ignore_errors=True)
+
+
+def _save_parts(path: Path, checkpoint: Checkpoint, world: World) -> None:
+    """Every rank's part into a folder that is not in use; then the file that names it; then the other folder goes."""
+    distributed: Any = import_module("torch.distributed.checkpoint")
+
+    before, after = CHECKPOINT_PARTS
+    if world.is_root and _folder_of(path) == after:
+        before, after = after, before
+    after = world.broadcast(after)
+    folder = path.with_name(after)
+    if world.is_root:
+        shutil.rmtree(folder, ignore_errors=True)
+    world.everyone(None)  # nobody writes before it is gone
+    with _told_parts(folder, "written"), exchange(computes=True):
+        writer = distributed.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        distributed.save(checkpoint.tensors, storage_writer=writer, process_group=world.group)
+    if world.is_root:
+        facts = {name: getattr(checkpoint, name) for name in FACTS}
+        _write(path, {**facts, "parts": after}, {})
+        shutil.rmtree(path.with_name(before), ignore_errors=True)
+
+
+def _is_part(value: Tensor) -> bool:
+    """Whether this rank holds a part of a tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def _folder_of(path: Path) -> str | None:
+    """The folder of parts that a checkpoint file names."""
+    found = load(path, only_facts=True)
+    return None if found is None or found.parts is None else found.parts.name
+
+
+def filled(checkpoint: Checkpoint, like: Mapping[str, Tensor], world: World = ALONE) -> Checkpoint:
+    """The checkpoint with its numbers, each rank's as `like` has them. Every rank of the world must call it. Raises
+    `RecordError`."""
+    distributed: Any = import_module("torch.distributed.checkpoint")
+
+    if checkpoint.parts is None:
+        return checkpoint
+    into = {name: _room(value, like[name]) for name, value in checkpoint.tensors.items()}
+    with _told_parts(checkpoint.parts, "read"), exchange(computes=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # where one process reads what several have written
+        distributed.load(
+            into,
+            storage_reader=distributed.HuggingFaceStorageReader(str(checkpoint.parts)),
+            process_group=world.group,
+            no_dist=world.group is None,
+        )
+    return dataclasses.replace(checkpoint, tensors=into, parts=None)
+
+
+def _room(value: Tensor, like: Tensor) -> Tensor:
+    """Zeros of a tensor's shape, this rank holding what it holds of `like`."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(like, DTensor):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    own = like.to_local()
+    local = own.new_zeros(len(value), *own.shape[1:])
+    stride = torch.empty(value.shape, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, like.placements, shape=value.shape, stride=stride)
+
+
+@contextmanager
+def _told_parts(folder: Path, what: str) -> Iterator[None]:
+    """What torch says of parts that cannot be written or read, in one line."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.checkpoint", "torch.distributed.checkpoint.filesystem")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = {" ".join(str(reason).split()) for reason, _ in error.failures.values()}
+        raise RecordError(f"{folder}: cannot be {what} ({some(sorted(reasons), 1)[:300]})") from error
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _parts_of(path: Path, facts: Any) -> Path | None:
+    """The folder that the head of a checkpoint file names, None where it holds its tensors itself."""
+    name = facts.get("parts") if isinstance(facts, dict) else None
+    return path.with_name(name) if name in CHECKPOINT_PARTS else None
+
+
+def _described(folder: Path) -> dict[str, Tensor]:
+    """The tensors whose parts are in a folder, without their numbers. Raises `OSError` where it is not there."""
+    distributed: Any = import_module("torch.distributed.checkpoint")
+
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder.name} is not beside it")
+    held = distributed.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in held.items()}
+
+
+def _write(path: Path, facts: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save as as_bytes
 
-    facts = {name: getattr(checkpoint, name) for name in FACTS}
-    tensors = {name: value.contiguous().cpu() for name, value in checkpoint.tensors.items()}
     try:
         with whole_file(path) as draft:
             draft.write_bytes(as_bytes(tensors, metadata={"aggcli": json.dumps(facts)}))
@@ -68,12 +190,15 @@ def load(path: Path, *, only_facts: bool = False) -> Checkpoint | None:
         with safe_open(path, "pt") as file:
             facts = json.loads(file.metadata()["aggcli"])
             tensors = {name: file.get_tensor(name) for name in (() if only_facts else file.keys())}
+        parts = _parts_of(path, facts)
+        if parts is not None and not only_facts:
+            tensors = _described(parts)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"{path}: cannot be read ({error}); remove it to start from the first step") from error
     if (wrong := _wrong_fact(facts)) is not None:
         raise RecordError(f"{path}: is damaged: {wrong}; remove it to start from the first step")
     gone = {name: (step, what) for name, (step, what) in facts["gone"].items()}
-    return Checkpoint(facts["step"], facts["optimizer_step"], facts["runs"], gone, tensors)
+    return Checkpoint(facts["step"], facts["optimizer_step"], facts["runs"], gone, tensors, parts)
 
 
 def _wrong_fact(facts: Any) -> str | None:

@@ -14,7 +14,7 @@ from aggcli.config import RunConfig
 from aggcli.layout.schedule import Layout
 from aggcli.layout.steps import Part, need_whole_groups
 from aggcli.measurement.report import Values
-from aggcli.policy.protocol import Policy, all_finite
+from aggcli.policy.protocol import Policy
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.checkpoint import Checkpoint
 from aggcli.training.memory import begin_peak, peak_bytes
@@ -51,7 +51,7 @@ class TrainedStep:
 
 
 class Trainer:
-    """Trains a stack. Every rank of the world holds the same parameters and takes the same steps."""
+    """Trains a stack. Every rank of the world takes the same steps."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class Trainer:
 
     def first_update(self) -> Tensor:
         """Take the first optimizer step, and give the 2-norm of each run's change of parameters, float64 [R]."""
-        before_RQ = self.policy.state()["parameters"].clone()
+        before_RQ = self.policy.flat_RQ.clone()
         rollouts = self.sampler.step(self.runs, self.policy, self.step)
         next(self._optimizer_steps(rollouts))
-        return torch.linalg.vector_norm(self.policy.state()["parameters"] - before_RQ, dim=1, dtype=torch.float64)
+        return self.policy.shards.norm(self.policy.flat_RQ - before_RQ)
 
     def parts(self, step: int) -> Iterator[tuple[RolloutBatch, Tensor, Tensor | None, Tensor | None]]:
         """The optimizer steps of a rollout step, taken by nobody: rollouts, token ids [S, L], and the log-probabilities [T] of
@@ -163,7 +163,7 @@ class Trainer:
         return training.layout_records and due
 
     def _stepping(self, step: RolloutBatch, found: Gradient) -> Tensor:
-        finite_R = all_finite(found.gradient_RQ).cpu()
+        finite_R = self.policy.shards.finite(found.gradient_RQ)
         for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
             if not finite:
                 self.broken.setdefault(run.name, "its gradient is not finite")
@@ -199,7 +199,8 @@ class Trainer:
 
     def _drop_diverged(self) -> list[BrokenRun]:
         """Drop the runs whose gradient or parameters are not finite, before they are sampled from again."""
-        for run, finite in zip(self.runs, self.policy.finite().tolist(), strict=True):
+        finite_R = self.policy.shards.finite(self.policy.flat_RQ)
+        for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
             if not finite:
                 self.broken.setdefault(run.name, "its parameters are not finite")
         fine = torch.tensor([run.name not in self.broken for run in self.runs])

@@ -120,18 +120,16 @@ class Sampler:
         n = self.config.training.n_samples_per_prompt
         bounds = [rank * prompts_RPL.shape[1] // self.world.size for rank in range(self.world.size + 1)]
         start, end = bounds[self.world.rank], bounds[self.world.rank + 1]
-        mine = None
-        if end > start:
-            drawn = policy.sample(
-                prompts_RPL[:, start:end],
-                prompt_length_RP[:, start:end],
-                noise.rows(start * n, end * n),
-                self.response_limit,
-                end_id=self.task.end_id,
-                pad_id=self.task.pad_id,
-            )
-            mine = [drawn.tokens_RBL, drawn.length_RB, drawn.log_probs_RBL, drawn.truncated_RB]
-        parts = [part for part in self.world.everyone(mine) if part is not None]
+        drawn = policy.sample(
+            prompts_RPL[:, start:end],
+            prompt_length_RP[:, start:end],
+            noise.rows(start * n, end * n),
+            self.response_limit,
+            end_id=self.task.end_id,
+            pad_id=self.task.pad_id,
+        )
+        mine = [drawn.tokens_RBL, drawn.length_RB, drawn.log_probs_RBL, drawn.truncated_RB]
+        parts = [part for part in self.world.everyone(mine) if part[0].shape[1]]
         longest = max(part[0].shape[-1] for part in parts)
         tokens, lengths, log_probs, truncated = zip(*parts, strict=True)  # a run that has diverged samples NaN: shown as 0
         log_probs = [value.nan_to_num(0.0, 0.0, 0.0) for value in log_probs]

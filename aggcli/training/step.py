@@ -44,8 +44,8 @@ class StepTokens:
 
 @dataclass(frozen=True, eq=False)
 class Gradient:
-    """`gradient_RQ`: d loss / d parameters of each run, summed over ranks; `log_probs_T`, `entropy_T`: of the whole step;
-    `own_log_probs_T`, `own_entropy_T`: as this rank has computed them, 0 at tokens that others compute."""
+    """`gradient_RQ`: d loss / d the parameters of each run that this rank holds, summed over ranks; `log_probs_T`,
+    `entropy_T`: of the whole step; `own_log_probs_T`, `own_entropy_T`: as this rank has computed them, 0 at others' tokens."""
 
     gradient_RQ: Tensor
     log_probs_T: Tensor
@@ -122,6 +122,7 @@ def step_gradient(
     `objective` holds the settings that are the same for all runs; `sharing`: the ranks that hold parts of the same rows.
     """
     gradient_RQ = policy.no_gradient()  # and so it stays of a rank without rows
+    rows = _as_many(rows, policy)
     new_T = torch.zeros(2, step.loss_mask_T.numel(), dtype=torch.float64)
     for some in policy.passes():
         for row_RB in rows:
@@ -135,7 +136,7 @@ def step_gradient(
                 some.add_gradient(loss, gradient_RQ)
             new_T[0, flat] = own_T.detach().double().cpu()
             new_T[1, flat] = spread_T.detach().double().cpu()
-    world.add_up(gradient_RQ)
+    gradient_RQ = policy.summed(gradient_RQ, world)
     whole_T = world.add_up(new_T.clone())
     return Gradient(gradient_RQ, *whole_T, *new_T)
 
@@ -208,6 +209,7 @@ def all_log_probs(
     """Log-probability of every response token of the step under the parameters as they are (`reference`: as they were at the
     start), float64 [T], on every rank."""
     found_T = torch.zeros(step.loss_mask_T.numel(), dtype=torch.float64)
+    rows = _as_many(rows, policy)
     with torch.no_grad():
         for some in policy.passes(reference=reference):
             for row_RB in rows:
@@ -216,6 +218,13 @@ def all_log_probs(
                 place, flat = laid_out.owned(owned, policy.device)
                 found_T[flat] = log_prob_RBC.flatten()[place].double().cpu()
     return world.add_up(found_T)
+
+
+def _as_many(rows: Sequence[Tensor], policy: Policy) -> Sequence[Tensor]:
+    """As many micro-batches on every rank that holds a part of the parameters, for which they all wait in each: empty ones
+    follow where a rank has fewer."""
+    most = int(policy.shards.world.max([float(len(rows))])[0])
+    return [*rows, *(torch.full((len(policy.flat_RQ), 1), -1) for _ in range(most - len(rows)))]
 
 
 @dataclass(frozen=True, eq=False)
