@@ -49,6 +49,17 @@ def test_the_text_for_trls_bnpo_by_hand(capsys: pytest.CaptureFixture[str]) -> N
     assert "In trl `loss_type=dapo` (`sum_t l_t / T, T over the optimizer step`) gives that" in text
     assert "cispo" not in text, "its loss is another one"
     assert "trl 1.16.0" in text
+    assert "Newest release on PyPI: trl 1.16.0 on 2026-12-01, which is the version named." in text
+
+
+def test_the_text_says_where_the_newest_release_has_mended_it(capsys: pytest.CaptureFixture[str]) -> None:
+    text = aggcli(capsys, "audit", "--framework", "ms-swift", "--explain", "dapo").out
+    assert (
+        "Newest release on PyPI: ms-swift 4.6.0 on 2026-12-01 (read, not run): the policy loss is aggregated otherwise: "
+        in text
+    )
+    mapped = aggcli(capsys, "modes", "--map", "ms-swift:dapo", "--json").out
+    assert "the policy loss is aggregated otherwise" in strict_json(mapped)["rules"]["ms-swift:dapo"]["release"]
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum"])

@@ -81,7 +81,7 @@ def test_markdown_has_a_heading_a_mode_and_a_row_a_framework(capsys) -> None:
     lines = aggcli(capsys, "modes", "--format", "md").out.splitlines()
     assert [line for line in lines if line.startswith("## ")] == [f"## `{mode.name}`" for mode in MODES]
     rows = [line for line in lines if line.startswith("| ")]
-    assert all(line.replace("\\|", "").count("|") == 7 for line in rows)
+    assert all(line.replace("\\|", "").count("|") == 8 for line in rows)
     for framework in FRAMEWORKS:
         assert sum(line.startswith(f"| {framework} |") for line in rows) >= len(MODES)
 

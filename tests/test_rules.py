@@ -13,6 +13,7 @@ import torch
 from aggcli.auditing import rule_loss, rule_named
 from aggcli.errors import RolloutError, SettingError
 from aggcli.rules import ALIASES, ELSEWHERE, EVIDENCE, RULES, find_rule, remark_on
+from aggcli.rules.releases import RELEASES, newest_release
 from tests.fixtures import fx_a, fx_b, fx_c
 
 DATA = Path(__file__).parent / "data"
@@ -311,3 +312,16 @@ def test_a_prompt_rule_without_group_index_is_refused_by_sample() -> None:
 def test_rules_are_values_that_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         RULES["areal"].name = "other"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_rule_says_what_the_newest_release_that_was_read_does_and_nothing_where_none_was() -> None:
+    assert newest_release(RULES["trl:bnpo"]) == "trl 1.16.0 on 2026-12-01, which is the version named"
+    same = "skyrl 0.3.0 on 2026-12-01 (read, not run): the policy loss is aggregated the same"
+    assert newest_release(RULES["skyrl:prompt_mean"]) == same
+    mended = "ms-swift 4.6.0 on 2026-12-01 (read, not run): the policy loss is aggregated otherwise: sum_t l_t / T,"
+    assert newest_release(RULES["ms-swift:dapo"]).startswith(mended)
+    assert [newest_release(RULES[name]) for name in ("slime:sample_mean", "token_mean", "balanced")] == ["", "", ""]
+
+
+def test_every_release_is_of_a_rule_or_framework_that_is_here() -> None:
+    assert not RELEASES.keys() - RULES.keys() - {rule.framework for rule in RULES.values()}

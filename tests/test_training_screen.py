@@ -87,7 +87,7 @@ def test_a_comparison_that_was_trained_prints_the_answer_of_its_directory_first(
 def test_a_single_run_says_where_it_got_to_and_what_dynamic_sampling_and_the_overlong_penalty_did(
     capsys, tmp_path: Path
 ) -> None:
-    call = ("run", "--recipe=dapo", "--overlong-buffer=4", *SMALL, f"--output={tmp_path / 'a'}")
+    call = ("run", "--recipe=dapo", "--overlong-buffer=4", "--policy-loss=gspo", *SMALL, f"--output={tmp_path / 'a'}")
     told = aggcli(capsys, *call, "--json")
     assert told.code == 0, told.err
     found = strict_json(told.out)
@@ -100,4 +100,5 @@ def test_a_single_run_says_where_it_got_to_and_what_dynamic_sampling_and_the_ove
     steps = [step["modes"]["prompt_mean"] for step in found["steps"]]
     generated, kept = (sum(step[name] for step in steps) / len(steps) for name in ("groups_generated", "groups_kept"))
     assert f"dynamic sampling: {generated:.3g} prompt groups sampled a step, {kept:.3g} trained on" in " ".join(text.split())
+    assert ", policy loss: gspo, clip: 0.2 below, 0.28 above" in " ".join(text.split())
     assert "overlong penalty: down to -1 over the last 4 tokens of " in text

@@ -13,6 +13,7 @@ from aggcli.cli.options import JsonOption, offered
 from aggcli.errors import SettingError, nearest
 from aggcli.rules import ALIASES, EVIDENCE, MODES, NOTATION, RULES, Rule, find_rule, names_of, remark_on
 from aggcli.rules.reference import aliases_of, differences, elsewhere, how_to_get
+from aggcli.rules.releases import newest_release
 from aggcli.rules.snippets import SNIPPETS, Snippet, native, snippet_for
 
 MapOption = Annotated[
@@ -116,6 +117,7 @@ def _facts(rule: Rule) -> dict[str, Any]:
         "name": rule.name,
         "option": rule.option,
         "version": rule.version,
+        "release": newest_release(rule),
         "default": rule.is_default,
         "formula": rule.formula,
         "mode": rule.mode,
@@ -201,6 +203,7 @@ _RULE_LINES = {
     "formula": "step loss",
     "option": "set there",
     "version": "version",
+    "release": "newest release",
     "mode": "mode here",
     "differences": "differs",
     "divisor": "the constant",
@@ -241,6 +244,7 @@ def _framework_lines(frameworks: dict[str, Any], *, full: bool) -> Iterator[str]
         for rule in rules:
             default = ", its default" if rule["default"] else ""
             yield f"  {framework + ':':<19}{rule['option']}{default} [{rule['version']}]"
+            yield from (f"{'':<{_COLUMN}}newest release: {text}" for text in filter(None, [rule["release"]]))
             yield from (f"{'':<{_COLUMN}}differs: {text}" for text in rule["differences"] or ["in nothing"])
             yield from (f"{'':<{_COLUMN}}trap: {text}" for text in rule["traps"])
 
@@ -267,15 +271,17 @@ def _markdown(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _markdown_table(frameworks: dict[str, Any]) -> Iterator[str]:
-    yield "\n| framework | flag there | version read | default | differs | traps |\n|---|---|---|---|---|---|"
+    heads = ("framework", "flag there", "version read", "newest release", "default", "differs", "traps")
+    yield f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}"
     for framework, rules in frameworks.items():
         if not rules:
-            yield f"| {framework} | not available | | | | |"
+            yield f"| {framework} | not available | | | | | |"
         for rule in rules:
             cells: Sequence[str] = (
                 framework,
                 f"`{rule['option']}`",
                 rule["version"],
+                rule["release"],
                 "yes" if rule["default"] else "",
                 "; ".join(rule["differences"]) or "in nothing",
                 "; ".join(rule["traps"]),

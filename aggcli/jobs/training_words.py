@@ -141,10 +141,10 @@ def _of(value: float | None) -> str:
 def settings_in_words(result: TrainingResult) -> list[str]:
     """What was trained and how, with what dynamic sampling and the overlong penalty did, a line each."""
     from aggcli.analysis.frames import read_frames
+    from aggcli.report.tables import policy_loss_in_words
 
     config = result.request.config
     training, objective = config.training, config.objective
-    high = objective.eps_clip if objective.eps_clip_high is None else objective.eps_clip_high
     seeds = list(dict.fromkeys(run.seed for run in result.runs))
     names = ", ".join(dict.fromkeys(run.mode for run in result.runs))
     recorded = bool(config.source.rollouts)
@@ -153,8 +153,8 @@ def settings_in_words(result: TrainingResult) -> list[str]:
     )
     said = [
         f"{plural(len(result.runs), 'run')}: {names}; {'seed' if len(seeds) == 1 else 'seeds'} {some(seeds)}",
-        f"{plural(training.steps, 'step')} of {of}, learning rate {training.lr:g}, clip {objective.eps_clip:g} below and"
-        f" {high:g} above",
+        f"{plural(training.steps, 'step')} of {of}, learning rate {training.lr:g}, "
+        + ", ".join(policy_loss_in_words(vars(objective))),
     ]
     metrics = read_frames([result.directory], only_metrics=True).metrics if training.dynamic_sampling else None
     if metrics is not None and "groups_kept" in metrics:

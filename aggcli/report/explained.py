@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aggcli.rules import EVIDENCE, Rule
+from aggcli.rules.releases import newest_release
 
 
 def nothing_to_report(rule: Rule) -> str:
@@ -33,7 +34,8 @@ def issue_text(rule: Rule, example: Mapping[str, Any], invariant: Sequence[Rule]
     parts = [
         f"# {rule.option}: the gradient of one optimizer step depends on how the step is cut",
         f"Where: {rule.framework} {rule.version}, `{rule.option}`{' (the default)' if rule.is_default else ''}."
-        f" Known from: {EVIDENCE[rule.evidence]}.{f' Unverified: {rule.unverified}.' if rule.unverified else ''}",
+        f" Known from: {EVIDENCE[rule.evidence]}.{f' Unverified: {rule.unverified}.' if rule.unverified else ''}"
+        f"{f' Newest release on PyPI: {newest}.' if (newest := newest_release(rule)) else ''}",
         f"What happens: {rule.why_it_depends()}. The step loss is `{rule.formula}`.",
         f"Smallest example: one optimizer step of {len(samples)} samples, first in one micro-batch on one rank, then {where}.",
         "\n".join(

@@ -150,25 +150,25 @@ def facts_table(facts: Mapping[str, Any]) -> Table:
 # -- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _policy_loss(settings: Mapping[str, Any], high: float) -> list[str]:
+def policy_loss_in_words(settings: Mapping[str, Any]) -> list[str]:
     """What the policy loss is where it is not PPO's, and its clip where it has one."""
-    name = settings.get("policy_loss", "ppo")
+    name, low, high = settings.get("policy_loss", "ppo"), settings["eps_clip"], settings["eps_clip_high"]
+    high = low if high is None else high
     clip = {
         "cispo": f"ratio cut {high:g} above",
         "sapo": "",
-        "dppo": f"masked where a probability rose by more than {high:g} or fell by more than {settings['eps_clip']:g}",
-    }.get(name, f"clip: {settings['eps_clip']:g} below, {high:g} above")
+        "dppo": f"masked where a probability rose by more than {high:g} or fell by more than {low:g}",
+    }.get(name, f"clip: {low:g} below, {high:g} above")
     return [*([] if name == "ppo" else [f"policy loss: {name}"]), *([clip] if clip else [])]
 
 
 def _settings(head: Mapping[str, Any], steps: Sequence[Step]) -> list[str]:
     settings = head["settings"]
-    high = settings["eps_clip_high"] if settings["eps_clip_high"] is not None else settings["eps_clip"]
     parts = [
         f"{head['rollouts']} ({head['format']}), {plural(len(steps), 'optimizer step')}",
         f"mode: {', '.join(head['modes'])}",
         f"advantages: {_one_of(step['advantages'] for step in steps)}",
-        *_policy_loss(settings, high),
+        *policy_loss_in_words(settings),
     ]
     rules = [rule for rule in map(recorded_rule, head["modes"]) if rule is not None]
     parts += [
