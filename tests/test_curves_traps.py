@@ -14,6 +14,7 @@ from aggcli.jobs.compare import ComparisonOptions, compare
 from aggcli.jobs.curves import compare_curves
 from tests.cli import aggcli, refused
 from tests.test_curves_of_trainers import NO_FIT, REWARDS, jsonl, numbers, own_records, put, trainer_state, written
+from tests.test_results import write_run
 
 TWICE = "are of one run, which would count twice; give its folder"
 
@@ -171,3 +172,37 @@ def test_a_terminal_without_a_step_is_one_line(tmp_path: Path, capsys) -> None:
     assert "holds no line of a step as verl" in refused(aggcli(capsys, "compare", "--curves", f"a={path}"))
     given = ("--curves", f"a={path}", "--metric", "step=iteration")
     assert "are counted by their own step" in refused(aggcli(capsys, "compare", *given))
+
+
+# -- what TRL itself wrote ------------------------------------------------------------------------------------------------
+
+TRL = Path(__file__).parent / "data" / "trl_runs"
+"""By experiments/07-curves-of-trl.py."""
+
+
+def test_the_verdict_of_runs_that_trl_made_is_that_of_our_own_records_of_the_same_numbers(tmp_path: Path) -> None:
+    """Entropy too: tokens so far are TRL's, those of prompts among them, so ours are made of their differences."""
+    ours = []
+    for place in sorted(TRL.iterdir()):
+        arm, seed = place.name.split("-seed")
+        history = json.loads((place / "trainer_state.json").read_text())["log_history"][:3]
+        so_far = [0.0, *(row["num_tokens"] for row in history)]
+        lines = [
+            {"step": at, "rollout_step": at, "raw_reward": row["reward"], "response_length": row["completions/mean_length"]}
+            | {"entropy_loss": row["entropy"], "response_tokens": so_far[at + 1] - so_far[at]}
+            for at, row in enumerate(history)
+        ]
+        ours.append(write_run(tmp_path / place.name, arm, int(seed), lines))
+    mine = compare(ours, NO_FIT).as_json()
+    assert len(mine["outcomes"]) == 10
+    states = compare_curves([f"{arm}={TRL}/{arm}-seed*" for arm in ("dapo", "dr_grpo")], (), NO_FIT).as_json()
+    events = compare_curves([f"{arm}={TRL}/{arm}-seed*/events" for arm in ("dapo", "dr_grpo")], (), NO_FIT).as_json()
+    assert states["paired"] is events["paired"] is True
+    at_step_2 = lambda text: text.replace("step 3", "step 2")  # noqa: E731 (TRL counts from 1)
+    assert [at_step_2(one) for one in states["answer"]] == mine["answer"]
+    assert [at_step_2(row["text"]) for row in states["verdict"]["lines"]] == [row["text"] for row in mine["verdict"]["lines"]]
+    for theirs, close in ((states, 1e-15), (events, 1e-6)):  # event files hold float32
+        for row, own in zip(theirs["outcomes"], mine["outcomes"], strict=True):
+            assert (row["outcome"], row["mode"], row["shown"]) == (own["outcome"], own["mode"], own["shown"])
+            for name in ("mean", "low", "high", "difference", "difference_low", "p"):
+                assert row[name] == (own[name] if own[name] is None else pytest.approx(own[name], rel=close, abs=1e-12)), name
