@@ -8,24 +8,26 @@ verdict of our own records of the same numbers. So few steps say nothing about t
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
 from pathlib import Path
-
-from datasets import Dataset  # pyright: ignore[reportMissingImports]: of an extra
-from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]: of an extra
+from typing import Any
 
 from tests.trl_worker import LIMIT, reward, tiny_llama, tokenizer
 
+datasets: Any = importlib.import_module("datasets")  # of an extra, which may not be there when types are checked
+trl: Any = importlib.import_module("trl")
+
 
 def main(folder: Path) -> None:
-    prompts = Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"] * 2})
+    prompts = datasets.Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"] * 2})
     for loss_type in ("dapo", "dr_grpo"):
         for seed in range(3):
             place = folder / f"{loss_type}-seed{seed}"
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(place / "events")
-            config = GRPOConfig(
+            config = trl.GRPOConfig(
                 output_dir=str(place),
                 per_device_train_batch_size=8,
                 num_generations=4,
@@ -41,7 +43,7 @@ def main(folder: Path) -> None:
                 seed=seed,
                 disable_tqdm=True,
             )
-            trainer = GRPOTrainer(
+            trainer = trl.GRPOTrainer(
                 model=tiny_llama(), reward_funcs=reward, args=config, train_dataset=prompts, processing_class=tokenizer()
             )
             trainer.train()

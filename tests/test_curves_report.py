@@ -157,6 +157,9 @@ def test_the_page_of_runs_that_are_not_paired_says_so_and_holds_the_numbers_of_t
         "runs are not paired by seed: 6 runs tell no seed by its path",
     ):
         assert said in told, said
+    caption = next(label for label in page.tables if label.startswith("The comparison"))
+    assert "5 % or more shows no difference" in caption
+    assert "Could show" not in caption, "the page has no such column"
     shown = (
         told.replace("not paired by seed", "").replace("no seed by its path", "").replace("since their seeds are not known", "")
     )

@@ -206,3 +206,17 @@ def test_the_verdict_of_runs_that_trl_made_is_that_of_our_own_records_of_the_sam
             assert (row["outcome"], row["mode"], row["shown"]) == (own["outcome"], own["mode"], own["shown"])
             for name in ("mean", "low", "high", "difference", "difference_low", "p"):
                 assert row[name] == (own[name] if own[name] is None else pytest.approx(own[name], rel=close, abs=1e-12)), name
+
+
+def test_asymptotes_that_lie_apart_are_named_beside_the_exponents_that_are_compared_under_one(tmp_path: Path) -> None:
+    """1 / (1 + (10 / C)^2), and twice as much: A is 1 and 2 to a few hundredths, and B is 2 in both."""
+
+    def rising(top: float):
+        return lambda seed, at: {"reward": top / (1 + (10 / max(at, 0.01)) ** 2) + 0.001 * (seed + 1) * (-1) ** at}
+
+    arms = [jsonl(tmp_path, arm, rising(top)) for arm, top in (("a", 1.0), ("b", 2.0), ("c", 1.0))]
+    found = compare_curves(arms, (), ComparisonOptions(axis="steps"))
+    said = [note for note in found.notes if "which lie apart" in note]
+    assert len(said) == 1
+    assert said[0].startswith("b: its own A is 2")
+    assert "and a's 1" in said[0] or "and a's 0.99" in said[0]

@@ -70,7 +70,7 @@ def effects_of(comparison: Comparison) -> list[Effect]:
                 about = (label, name, comparison.named(name), unit)
                 found.append(Effect(*about, pair.test.difference, pair.test, pair.p_holm, pair.mean, pair.baseline_mean))
     for ratio in comparison.ratios:
-        head = "quotient of the exponents B under a common A"
+        head = f"exponent B of the fitted curves, with one A for both, over {ratio.baseline}'s"
         found.append(Effect(ratio.label, RATIO, head, "", ratio.ratio, ratio.test, ratio.p_holm))
     return largest_first(found)
 

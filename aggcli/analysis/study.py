@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from aggcli.analysis.settings import SettingDifference, differences, labelled, w
 from aggcli.analysis.training_answer import verdict
 from aggcli.analysis.units import one_length_unit
 from aggcli.analysis.verdict import Verdict
-from aggcli.measurement.words import plural
+from aggcli.measurement.words import number, plural
 
 
 @dataclass(frozen=True)
@@ -131,5 +131,23 @@ def _curves(runs: Sequence[History], baseline: str, fit: bool | None, axis: str,
         for label, curve in found.of_modes.items()
         if curve.refused
     ]
+    notes += _apart(found.of_modes, baseline)
     notes += shared_seconds(runs) if axis == "seconds" else []
     return found, notes
+
+
+def _apart(curves: Mapping[str, ModeCurve], baseline: str) -> list[str]:
+    """Notes on the modes whose asymptotes and the baseline's are apart, so that a comparison of B under one A says little."""
+    base, said = curves[baseline].asymptote if baseline in curves else None, []
+    for label, curve in curves.items():
+        own = curve.asymptote
+        if label == baseline or own is None or base is None or None in (own.low, own.high, base.low, base.high):
+            continue
+        low, high = sorted((own, base), key=lambda one: one.mean)
+        if (low.high or 0.0) < (high.low or 0.0):
+            of = [f"{number(one.mean, 3)} [{number(one.low or 0.0, 3)}, {number(one.high or 0.0, 3)}]" for one in (own, base)]
+            said.append(
+                f"{label}: its own A is {of[0]} and {baseline}'s {of[1]}, which lie apart: B over {baseline}'s, with one A for"
+                " both, then holds that difference too, and each one's own B stands in the table"
+            )
+    return said

@@ -115,7 +115,9 @@ class ComparisonResult(Shown):
             return f"{tables.recorded_caption(self.rows)} {what_no_mode_changes(self.study.runs)}"
         tests, reach = self.study.comparison.tests, self.options.reach
         terminal = kind == "table"
-        own = {"tests": tests, "paired": self.study.comparison.paired, "iqm": terminal, "half_widths": terminal, "reach": reach}
+        comparison = self.study.comparison
+        own = {"tests": tests, "paired": comparison.paired, "arm": comparison.arm, "reach": reach}
+        own |= {"iqm": terminal, "half_widths": terminal}
         return tables.caption(self.rows, self.options.precision, **own)
 
     def as_json(self) -> dict[str, Any]:

@@ -124,17 +124,21 @@ def caption(
     *,
     tests: int = 0,
     paired: bool = True,
+    arm: str = "mode",
+    marked: bool = True,
     iqm: bool = False,
     half_widths: bool = False,
     reach: float | None = None,
 ) -> str:
     """How to read the numbers. `tests`: how many tests the p-values are corrected over; `paired`: whether differences are, by
-    seed; `iqm`: whether the table has interquartile means; `half_widths`: whether symmetric intervals are ± half their width;
+    seed; `arm`: what is compared (`Comparison.arm`); `marked`: whether the table marks what is not shown, and says what could
+    have been; `iqm`: whether it has interquartile means; `half_widths`: whether symmetric intervals are ± half their width;
     `reach`: the accuracy that was asked for, None where it is the baseline's own.
     """
-    own_means = (
-        [_OWN_MEANS if paired else _OWN_MEANS_OF_RUNS] if any(_has_own_means(row, rows, precision) for row in rows) else []
-    )
+    own_means = []
+    if any(_has_own_means(row, rows, precision) for row in rows):
+        whole = f"Where a pair's steps, tokens or {'seeds' if paired else 'runs'} are not the whole of its {arm}s'"
+        own_means = [f"{whole}, its own two means stand with the difference."]
     if all(row.n == 1 for row in rows):
         return " ".join([f"One {'seed' if paired else 'run an arm'}: no interval.", *own_means, *_level(rows, reach)])
     over = "seeds" if paired else "runs"
@@ -147,10 +151,11 @@ def caption(
     if tested:
         by = f"corrected by Holm over all {tests} tests of the comparison" if tests > 1 else "one test, not corrected"
         test = "paired t-test" if paired else "Welch t-test, as is the interval of a difference"
-        said.append(f"p: {test}, {by}; {NO_DIFFERENCE} where it shows no difference (5 % or more).")
+        mark = f"{NO_DIFFERENCE} where it shows no difference (5 % or more)" if marked else "5 % or more shows no difference"
+        said.append(f"p: {test}, {by}; {mark}.")
         said += [_sign_flip(tested)] if paired else []
         said += ["Each interval holds for itself at 95 %, uncorrected."] if tests > 1 else []
-        if any(row.smallest_difference is not None or row.no_smallest_difference for row in rows):
+        if marked and any(row.smallest_difference is not None or row.no_smallest_difference for row in rows):
             needed = over if paired else "runs of each arm"
             said.append(
                 f"Could show: the smallest difference that 80 % of such comparisons, each by the spread of its own {over},"
@@ -184,12 +189,6 @@ def _heads(rows: Sequence[Row]) -> list[str]:
     *first, last = _HEADS
     unpaired = any(row.smallest_difference is not None and _each(row) != "seeds" for row in rows)
     return [*first, "could show (runs an arm for half)" if unpaired else last]
-
-
-_OWN_MEANS = (
-    "Where a pair's steps, tokens or seeds are not the whole of its modes', its own two means stand with the difference."
-)
-_OWN_MEANS_OF_RUNS = "Where a pair's steps, tokens or runs are not the whole of its arms', its own two means stand with it."
 
 
 _OF_LOGARITHMS = {"curve/exponent": "B", "curve/midpoint": "C_mid", "curve/exponent_ratio": "the ratio of B"}

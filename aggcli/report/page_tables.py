@@ -78,7 +78,8 @@ def comparison_table(findings: Findings) -> Table | None:
     heads += ["sign-flip p"] if comparison.paired else []
     means = {(row.outcome, row.mode): row.mean for row in found}
     body = [_compared(row, means.get((row.outcome, row.baseline or "")), robust=robust)[: len(heads)] for row in found]
-    said = caption(found, _PRECISION, tests=comparison.tests, paired=comparison.paired, iqm=robust)
+    about = {"tests": comparison.tests, "paired": comparison.paired, "arm": comparison.arm}
+    said = caption(found, _PRECISION, **about, marked=False, iqm=robust)
     return Table(f"The comparison. {said}", heads, body, [row.outcome for row in found])
 
 
