@@ -47,10 +47,12 @@ BASE: dict[str, Any] = {
 LAYOUTS = {"dp1": (1, 1), "dp2": (2, 1), "dp4": (4, 1), "dp2cp2": (2, 2)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "all parameters": {},
+    "whole responses": {"policy_loss": "gspo", "num_iterations": 2},
     "idle rank": {"rollout_batch_size": 1, "n_samples_per_prompt": 3},
     "adapters": {"lora_rank": 2, "gradient_checkpointing": True, "optimizer": "sgd"},
 }
-"""Three samples leave one of four ranks without any."""
+"""Whole responses: their ratio in a second update, from parts that context-parallel ranks hold; three samples leave one of four
+ranks without any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Cases:
 
 QUICK = Cases(
     3,
-    (("all parameters", "dp2cp2"), ("idle rank", "dp4")),
+    (("whole responses", "dp2cp2"), ("idle rank", "dp4")),
     (("gpt2", 1), ("qwen2", 4)),
     (("dp2", "dp1"), ("dp2", "dp4")),
 )
@@ -74,6 +76,7 @@ FULL = Cases(
     5,
     (
         *(("all parameters", layout) for layout in ("dp2", "dp4", "dp2cp2")),
+        ("whole responses", "dp2cp2"),
         ("idle rank", "dp4"),
         ("adapters", "dp2"),
         ("adapters", "dp2cp2"),
@@ -206,7 +209,7 @@ def gradients(family: str, world: World, start: Callable[[Any, Any], Any], cp: i
 def main(folder: Path, output: Path, cases: Cases) -> None:
     world = join()
     ranks, trained, families, handed = Grid(world, folder, cases.steps), [], [], []
-    names = dict.fromkeys(name for name, _ in cases.trained) if world.is_root else ()
+    names = dict.fromkeys(("all parameters", *(name for name, _ in cases.trained))) if world.is_root else ()
     base = {name: ranks.trained(ranks.trainer("dp1", **SETTINGS[name])) for name in names}
     for name, layout in cases.trained:
         dist.barrier()
