@@ -53,7 +53,8 @@ def gradient_shares(inputs: StepInputs, config: MeasureConfig) -> dict[str, Valu
     for chunk, sample_C in step.token_chunks():
         tokens = {name: inputs.tokens[name][chunk] for name in _OF_THE_POLICY_LOSS if name in inputs.tokens}
         numbers = token_numbers(tokens, config.objective, has_ratio=inputs.has_ratio, with_slopes=True)
-        chosen = {"positive_advantage": tokens["advantages"] > 0, "negative_advantage": tokens["advantages"] < 0}
+        mask_C, advantage_C = tokens["loss_mask"], tokens["advantages"]
+        chosen = {"positive_advantage": (advantage_C > 0) & mask_C, "negative_advantage": (advantage_C < 0) & mask_C}
         if "pg_clipfrac" in numbers.values:
             chosen["clipped"] = numbers.values["pg_clipfrac"] > 0
         slope_C = numbers.slopes["pg_loss"].double().abs_()
