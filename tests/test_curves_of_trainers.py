@@ -196,7 +196,7 @@ def test_one_run_an_arm_is_no_test(tmp_path: Path) -> None:
     for arm in REWARDS:
         trainer_state(tmp_path, arm, "", 0)
     found = compare_curves([f"{arm}={tmp_path}/{arm}-0" for arm in REWARDS], (), NO_FIT)
-    assert found.answer.sentences[0].startswith("An arm of one run, or runs that do not differ: no interval and no test")
+    assert found.answer.sentences[0].startswith("grpo and dapo have one run each: no interval and no test")
     assert found.study.comparison.tests == 0
 
 

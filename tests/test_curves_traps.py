@@ -12,6 +12,7 @@ from aggcli.analysis.arms import read_arms
 from aggcli.analysis.console_logs import printed_numbers
 from aggcli.jobs.compare import ComparisonOptions, compare
 from aggcli.jobs.curves import compare_curves
+from aggcli.measurement.words import signed
 from tests.cli import aggcli, refused
 from tests.test_curves_of_trainers import NO_FIT, REWARDS, jsonl, numbers, own_records, put, trainer_state, written
 from tests.test_results import write_run
@@ -79,8 +80,11 @@ def test_an_arm_of_one_run_beside_one_of_three_is_not_tested_and_has_no_interval
     row = next(one for one in found.rows if (one.outcome, one.mode) == ("raw_reward", "dapo"))
     assert (row.n, row.low, row.difference_low, row.p) == (1, None, None, None)
     assert row.difference == pytest.approx((53 - (41 + 43 + 44) / 3) / 64)
-    assert found.answer.sentences[0].startswith("An arm of one run, or runs that do not differ: no interval and no test")
+    assert found.answer.sentences[0].startswith("dapo has one run: no interval and no test")
     assert any("the arms do not have the same seeds" in note for note in found.notes)
+    (heading, (line,)) = found.study.verdict.lists[0]
+    assert heading.startswith("raw reward in training rollouts, equal steps, step 11")
+    assert line == f"dapo: not tested, {signed(row.difference or 0.0, 3)}, 1 run against 3: no interval and no test"
 
 
 def test_runs_of_different_length_are_compared_where_all_of_them_are(tmp_path: Path) -> None:

@@ -91,8 +91,16 @@ def _untested(comparison: Comparison, rankings: Sequence[Ranking], effects: Sequ
     own = [one for one in effects if one.outcome == success]
     labels = listed(_few([one.label for one in own]), "or") if own else f"another {comparison.arm}"
     sizes = "; ".join(f"{one.label}: {one.text}" for one in own[:_MOST])
-    why = "One seed" if comparison.paired else "An arm of one run, or runs that do not differ"
+    why = "One seed" if comparison.paired else _why_untested(comparison, success)
     return f"{why}: no interval and no test, so no difference can be shown between {base} and {labels} ({sizes})."
+
+
+def _why_untested(comparison: Comparison, outcome: str) -> str:
+    """Of runs that are not paired: `grpo and dapo have one run each`."""
+    lone = [label for label, one in comparison.outcomes[outcome].items() if len(one.values) == 1]
+    if not lone:
+        return "The runs of an arm do not differ"
+    return f"{listed(_few(lone))} {'has one run' if len(lone) == 1 else 'have one run each'}"
 
 
 def _shown(comparison: Comparison, shown: Sequence[Effect]) -> list[str]:

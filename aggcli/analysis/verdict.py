@@ -138,7 +138,8 @@ def _standing(outcome: Estimate, baseline: str) -> Standing:
     if pair.shown:
         word = "higher" if difference.mean > 0 else "lower"
     power = None if pair.shown else pair.power
-    text = f"{outcome.label}: {word}, {_evidence(pair)}{could_show(power)}"
+    told = word if pair.test.runs is None or pair.p_holm is not None else "not tested"
+    text = f"{outcome.label}: {told}, {_evidence(pair)}{could_show(power)}"
     return Standing(outcome.label, outcome.mean, difference, pair.p_holm, flip, word, pair.common, text, power)
 
 
