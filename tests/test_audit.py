@@ -420,7 +420,9 @@ def test_what_varies_only_on_a_recorded_layout_of_another_framework_is_set_apart
     assert alone[0] == first
     assert re.fullmatch("trl:grpo varies" + by.removeprefix(r" \(trl:grpo\)"), alone[1])
     assert not any("trl none" in one for one in alone)
-    assert aggcli(capsys, "audit", path, "--rules", "trl:grpo", *layouts, "--fail-on-variance", 1e-6).code == 1
+    for rules, code in (("trl:grpo,verl:token-mean", 0), ("trl:grpo,trl:bnpo", 1)):
+        checked = aggcli(capsys, "audit", path, "--rules", rules, *layouts, "--fail-on-variance", 1e-6)
+        assert (checked.code, "trl:bnpo vary" in checked.err) == (code, code == 1)
 
 
 def test_a_rule_that_cannot_be_dealt_the_recorded_layout_is_measured_under_those_that_it_can(capsys) -> None:

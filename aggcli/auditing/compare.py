@@ -61,8 +61,8 @@ class RuleReport:
 
     @property
     def deviation(self) -> float:
-        """The largest over all layouts, one that is apart too; infinite where a loss is not a number."""
-        return self._largest(self.under)
+        """The largest over all layouts but the one that is apart; infinite where a loss is not a number."""
+        return self._largest([one for one in self.under if not one.apart])
 
     @property
     def judged(self) -> tuple[UnderLayout, ...]:

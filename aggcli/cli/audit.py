@@ -76,7 +76,7 @@ FailOption = Annotated[
     typer.Option(
         "--fail-on-variance",
         metavar="X",
-        help="Exit 1 if a weight changes by more than X. Relative to the weight; or if a reducer has a fault.",
+        help="Exit 1 if a weight changes by more than X of itself, under layouts of its framework; or a reducer is at fault.",
     ),
 ]
 SearchOption = Annotated[
