@@ -145,8 +145,11 @@ def _set_up_recorded_model(config: RunConfig, model: str, device: torch.device) 
 
 
 def _model(name: str, config: RunConfig, device: torch.device) -> Any:
-    """A language model; in main memory where each rank's device is to hold a part of it only."""
-    return load_model(name, config, torch.device("cpu") if config.layout.dp * config.layout.cp > 1 else device)
+    """A language model; in main memory where each rank's device is to hold a part of it only. Raises `SettingError`."""
+    ranks = config.layout.dp * config.layout.cp
+    if config.training.compile and ranks > 1:
+        raise SettingError(f"--compile: is for a model that one process holds, and {ranks} ranks hold this one; leave it out")
+    return load_model(name, config, torch.device("cpu") if ranks > 1 else device)
 
 
 def _start_of(module: Any, config: RunConfig, device: torch.device) -> Start:

@@ -224,6 +224,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/test_training_ranks.py",),
     ),
     Mutation(
+        "a gradient that is cut over ranks is averaged",
+        "policy/sharded.py",
+        "whole.set_gradient_divide_factor(1.0)",
+        "whole.set_gradient_divide_factor(float(world.size))",
+        ("tests/test_sharded.py",),
+    ),
+    Mutation(
+        "each rank clips by the norm of its own part of the gradient",
+        "policy/protocol.py",
+        "return torch.linalg.vector_norm(torch.stack(self.world.tensors(own_R)), dim=0)",
+        "return own_R",
+        ("tests/test_sharded.py",),
+    ),
+    Mutation(
+        "a gradient that is cut over ranks is summed once more",
+        "policy/sharded.py",
+        "        return gradient_RQ\n",
+        "        return world.add_up(gradient_RQ)\n",
+        ("tests/test_sharded.py",),
+    ),
+    Mutation(
         "the overlong penalty starts at the limit",
         "training/rollout.py",
         "(self.response_limit - buffer - length_S)",

@@ -24,6 +24,7 @@ from aggcli import grid
 from aggcli.config import settings_from
 from aggcli.policy.causal_lm import causal_start
 from aggcli.policy.sharded import ShardedStart
+from aggcli.records import CHECKPOINT_PARTS
 from aggcli.training.checkpoint import filled, load, need_fit, save
 from aggcli.training.loop import Trainer
 from aggcli.world import ALONE, World, join, leave
@@ -70,7 +71,7 @@ QUICK = Cases(
     3,
     (("whole responses", "dp2cp2"), ("idle rank", "dp4")),
     (("gpt2", 1), ("qwen2", 4)),
-    (("dp2", "dp1"), ("dp2", "dp4")),
+    (("dp2", "dp1"), ("dp2", "dp4"), ("dp1", "dp4")),
 )
 FULL = Cases(
     5,
@@ -166,13 +167,18 @@ def against(done: Done, base: Done) -> dict[str, Any]:
 
 
 def begin(ranks: Grid, layout: str, path: Path) -> None:
-    """A run's first steps, and the checkpoint after each."""
+    """A run's first steps, the checkpoint after each, the last one written twice; then a killed writer's leftovers."""
     if ranks.takes_part(layout):
         path.parent.mkdir(exist_ok=True)
         trainer = ranks.trainer(layout)
         for _ in range(ranks.steps - 2):
             next(iter(trainer.steps()))
             save(path, trainer.checkpoint(), trainer.world)
+        save(path, trainer.checkpoint(), trainer.world)
+        if trainer.world.is_root and trainer.world.size > 1:
+            (unused,) = [name for name in CHECKPOINT_PARTS if not (path.parent / name).exists()]
+            (path.parent / unused).mkdir()
+            (path.parent / unused / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"cut")
 
 
 def resumed(ranks: Grid, layout: str, path: Path) -> Done:

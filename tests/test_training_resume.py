@@ -170,6 +170,29 @@ def test_resume_with_a_changed_setting_is_refused_by_name(capsys, five: Path, ch
     assert (five / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_goes_on_with_other_ranks_unless_its_rule_depends_on_the_layout(capsys, five: Path, tmp_path: Path) -> None:
+    directory = _copy(five, tmp_path)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["settings"]["dp"] = 2
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    told = aggcli(capsys, *RUN, "--dp=1", "--steps=6", "--resume", "--output", directory)
+    assert told.code == 0, told.err
+    assert "note: --resume: dp is 1 now and was 2, so the numbers go on up to rounding, not to the bit" in told.err
+    manifest["settings"]["loss_aggregation"] = "trl:bnpo"
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    again = (*RUN, "--loss-aggregation=trl:bnpo", "--dp=1", "--steps=8", "--resume", "--output", directory)
+    assert "dp is 1 now and was 2" in refused(aggcli(capsys, *again))
+
+
+def test_a_checkpoint_whose_parts_are_gone_or_damaged_is_refused_in_a_line(capsys, five: Path, tmp_path: Path) -> None:
+    directory = _copy(five, tmp_path)
+    _checkpoint_with(directory, {"parts": "checkpoint-parts-1"})
+    assert "checkpoint.safetensors: cannot be read (checkpoint-parts-1 is not beside it)" in _resumed(capsys, directory)
+    (directory / "checkpoint-parts-1").mkdir()
+    (directory / "checkpoint-parts-1" / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"cut")
+    assert "checkpoint.safetensors: cannot be read" in _resumed(capsys, directory)
+
+
 def test_resume_needs_an_output_directory_that_a_run_of_that_command_has_made(capsys, five: Path, tmp_path: Path) -> None:
     assert "--resume needs --output" in refused(aggcli(capsys, *RUN, "--steps=5", "--resume"))
     nothing = tmp_path / "nothing"

@@ -92,7 +92,7 @@ class LayoutConfig:
     """The parallel layout in force, and those each step is recorded under as well."""
 
     dp: int = 1
-    """Data-parallel ranks. More than one run as processes of their own."""
+    """Data-parallel ranks. More than one run as processes of their own, and a language model is cut over all ranks."""
     cp: int = 1
     """Context-parallel ranks of each. More than one run as processes of their own."""
     partition: Literal["first-fit", "interleaved", "contiguous", "balanced"] = "first-fit"
