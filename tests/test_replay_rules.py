@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import aggcli as package
 from aggcli.auditing import rule_loss, schedule_of
 from aggcli.config import settings_from
 from aggcli.errors import RolloutError, SettingError
@@ -185,3 +186,15 @@ def test_the_mismatch_without_tokens_that_were_never_drawn_stands_beside_it(caps
     assert "sampler_mismatch is 0.125; without 1 trained token whose sampler log-prob is exactly 0 it is 0" in told.err
     masked = [{**row, "rollout_log_probs": of, "loss_mask": [1, 1, 1, 0]} for row, of in zip(rows, drawn, strict=True)]
     assert "exactly 0" not in replay(capsys, tmp_path, masked, command="run").err
+
+
+def test_a_layout_that_the_framework_of_a_rule_cannot_represent_is_named() -> None:
+    """Recorded are micro-batches of unequal numbers of samples, and TRL's are equal, which trl:dapo does not need."""
+    rules, layouts = ["trl:grpo", "trl:bnpo", "trl:dapo", "token_mean"], ["recorded", "dp1:contiguous", "dp2:contiguous"]
+    found = package.replay(str(DATA / "slime_train" / "2.pt"), rules, layouts)
+    assert [note for note in found.notes if "cannot represent" in note] == [
+        "trl:grpo, trl:bnpo: their framework cannot represent recorded; the numbers there are the formula's, and no run's;"
+        " aggcli audit --rules trl:grpo,trl:bnpo compares the layouts that it can"
+    ]
+    own = package.replay(str(DATA / "slime_train" / "2.pt"), rules, layouts[1:])
+    assert not any("cannot represent" in note for note in own.notes)

@@ -21,9 +21,10 @@ from aggcli.measurement.ranks import measure_on_ranks
 from aggcli.measurement.report import StepReport, Values
 from aggcli.measurement.selection import Selected, selected
 from aggcli.measurement.step import Head, Processes, measure_config, report_step
+from aggcli.measurement.words import listed
 from aggcli.objective.reducer import Reducer
 from aggcli.objective.step import step_inputs, with_advantages
-from aggcli.objective.weights import need_groups
+from aggcli.objective.weights import can_represent, need_groups
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rules import Rule
 from aggcli.world import ALONE, World
@@ -82,7 +83,8 @@ class Replay:
             dtype = DTYPES[self.config.dtype or "float64"]
             layouts = self._scheduled(step, part)
             inputs = step_inputs(step, self.config.objective, modes, dtype, self.reducer, layouts[0][1])
-            head = Head(at, batch.name, origin, [*batch.notes, *scale, *found.notes, *left_out, *part.notes], extra)
+            notes = [*batch.notes, *scale, *found.notes, *left_out, *part.notes, *_foreign_layouts(modes, layouts)]
+            head = Head(at, batch.name, origin, notes, extra)
             measuring = measure_config(inputs, self.config.objective, self.config, self.max_response_length)
             yield report_step(head, inputs, layouts, measuring, groups, self._processes(measuring))
 
@@ -116,6 +118,20 @@ class Replay:
         if self.world.size == 1:
             return None
         return lambda views: measure_on_ranks(self.world, views, measuring)
+
+
+def _foreign_layouts(modes: Sequence[Rule], layouts: Sequence[tuple[Layout, Schedule]]) -> list[str]:
+    """Notes on the rules whose frameworks cannot represent some of these layouts."""
+    of_layouts: dict[tuple[str, ...], list[str]] = {}
+    for mode in modes:
+        foreign = tuple(layout.text for layout, schedule in layouts if not can_represent(mode, schedule))
+        if foreign:
+            of_layouts.setdefault(foreign, []).append(mode.name)
+    return [
+        f"{', '.join(rules)}: {'its' if len(rules) == 1 else 'their'} framework cannot represent {listed(foreign)}; the numbers"
+        f" there are the formula's, and no run's; aggcli audit --rules {','.join(rules)} compares the layouts that it can"
+        for foreign, rules in of_layouts.items()
+    ]
 
 
 def say_skipped(skipped: Sequence[str], number: int) -> None:
