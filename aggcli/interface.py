@@ -288,7 +288,7 @@ def plot(
     titles: bool = True,
 ) -> PlotResult:
     """Draw every figure that the records hold something for; with `html` also one self-contained page. `size`: for one or both
-    columns of a paper, or a screen.
+    columns of a paper, or a screen. A folder that `compare(curves=..., output=...)` wrote is drawn again without the logs.
 
         drawn = aggcli.plot("results/compare", html=True)
         drawn.report, dict(drawn.figures)

@@ -183,7 +183,13 @@ def test_runs_that_tell_no_seed_are_compared_by_welchs_test_and_said_not_to_be_p
     assert row.p == pytest.approx(welch_test(mine, base).p, rel=1e-12)
     assert (row.sign_flip_p, row.pairs) == (None, None)
     text = " ".join([*found.answer.sentences, *found.verdict, *found.notes, found.caption])
-    for said in ("3 runs an arm", "they are not paired", "Welch t-test", "6 runs tell no seed by its path", "3 runs against 3"):
+    for said in (
+        "3 runs an arm",
+        "they are not paired",
+        "Welch t-test",
+        "6 runs tell no seed by their paths",
+        "3 runs against 3",
+    ):
         assert said in text, said
     shown = " ".join([*found.answer.sentences, *found.verdict, found.caption]).replace("since their seeds are not known", "")
     for untrue in ("paired t-test", "paired by", "sign-flip", "Sign-flip", " seeds", "one seed", "One seed"):

@@ -154,14 +154,16 @@ def test_the_page_of_runs_that_are_not_paired_says_so_and_holds_the_numbers_of_t
         "Raw reward against the tokens as logged: 2 arms, 6 runs",
         f"aggcli compare --curves 'grpo={tmp_path}/logs/grpo-*'",
         "--no-fit --overwrite --output",
-        "runs are not paired by seed: 6 runs tell no seed by its path",
+        "runs are not paired by seed: 6 runs tell no seed by their paths",
     ):
         assert said in told, said
     caption = next(label for label in page.tables if label.startswith("The comparison"))
     assert "5 % or more shows no difference" in caption
     assert "Could show" not in caption, "the page has no such column"
     shown = (
-        told.replace("not paired by seed", "").replace("no seed by its path", "").replace("since their seeds are not known", "")
+        told.replace("not paired by seed", "")
+        .replace("no seed by their paths", "")
+        .replace("since their seeds are not known", "")
     )
     shown = shown.replace("pairing needs the same seeds in all arms, as in runs/grpo-seed1", "")
     for untrue in (

@@ -273,7 +273,11 @@ def _pairing(arms: Mapping[str, Sequence[_Read]], paired: bool) -> list[str]:
         seeds = plural(len(next(iter(arms.values()))), "seed")
         return [f"runs are paired by the {seeds} that their names (of our own runs the records) tell, the same in all arms"]
     silent = sum(one.seed is None for own in arms.values() for one in own)
-    why = f"{plural(silent, 'run tells', 'runs tell')} no seed by its path" if silent else "the arms do not have the same seeds"
+    why = (
+        f"{plural(silent, 'run tells no seed by its path', 'runs tell no seed by their paths')}"
+        if silent
+        else "the arms do not have the same seeds"
+    )
     return [f"runs are not paired by seed: {why}; pairing needs the same seeds in all arms, as in runs/grpo-seed1"]
 
 
@@ -310,6 +314,8 @@ def _what_was_read(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
         missing.append("tokens")
     if missing:
         said.append(f"not found, so not compared: {'; '.join(missing)}")
+    if printed := [one.run.source for _, one in logs if one.log is not None and one.log.printed]:
+        said.append(f"numbers of {some(printed, 3)} have the digits that a terminal was given")
     said += [*partly, *(line for _, one in logs for line in _lost(one))]
     return [*said, "the settings of other trainers' runs are not known here: see to it that the arms differ in one thing only"]
 
@@ -319,7 +325,7 @@ def _lost(one: _Read) -> list[str]:
     the others do, by more than they ever pause: a NaN is a blank cell in some exports."""
     if one.log is None:
         return []
-    said = [f"{one.run.source} is a saved terminal: its numbers have the digits that were printed"] if one.log.printed else []
+    said = []
     for key, column in one.used.items():
         if again := one.log.again.get(column):
             said.append(

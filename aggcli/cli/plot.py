@@ -15,7 +15,7 @@ from aggcli.report.sizes import SIZES
 def plot(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR", help="Results directories; their runs are overlaid."),
+        typer.Argument(metavar="DIR", help="Results directories; their runs are overlaid. Or one of compare --curves."),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for the figures (default: DIR/figures).")
