@@ -12,7 +12,8 @@ p-value stands beside it: it assumes no law of the differences but that they are
 cannot fall below its floor of 2/2^n, so below 6 seeds it never reaches 5 %.
 
 Runs whose seeds are not known, as those of other trainers may be, are not paired: their means are compared by Welch's t-test
-(Welch, 1947), which assumes no common spread of the two arms.
+(Welch, 1947), which assumes no common spread of the two arms. It is nearly exact: of normal numbers that differ in nothing,
+with 3 to 10 runs an arm, it tells 3.4 to 5.3 % apart at 5 %, and 6.6 % where 3 runs have three times the spread of 5.
 """
 
 from __future__ import annotations
