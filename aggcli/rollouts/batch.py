@@ -24,7 +24,7 @@ TOKEN_FIELDS = (
     "advantages_T",
 )
 """Optional per-token numbers; each is None where the source has none."""
-TOKENS_OF_CHUNK = 2**20
+TOKENS_OF_CHUNK = 2**16
 """Response tokens looked at together where each is looked at for itself, which bounds what the look takes in memory."""
 
 

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 ROWS = 4096
 """Most rows turned into Python objects at a time, which bounds the memory they take."""
-VALUES = 2**21
+VALUES = 2**18
 """Most entries of them, all columns together."""
+BUFFER = 2**20
+"""Bytes read of a column at a time, instead of all that a row group has of it."""
 
 
 def read(step: Step, name: str, config: SourceConfig) -> RolloutBatch:
@@ -122,7 +124,7 @@ def _opened(path: Path) -> Iterator[tuple[pq.ParquetFile, int, Sequence[ColumnSi
             with pq.ParquetFile(handle, pre_buffer=False) as plain:
                 texts = [field.name for field in plain.schema_arrow if pa.types.is_string(field.type)]
             handle.seek(0)
-            with pq.ParquetFile(handle, read_dictionary=texts, pre_buffer=False) as file:
+            with pq.ParquetFile(handle, read_dictionary=texts, pre_buffer=False, buffer_size=BUFFER) as file:
                 yield file, size, sizes
         except (MemoryError, RolloutError):
             raise
