@@ -1,7 +1,9 @@
 """Kill commands at random moments and look at what is left: `python tests/kills.py --count 100 --seed 0`.
 
 Each kill starts one command in an empty folder of its own, sends SIGKILL, SIGTERM or SIGINT at a random moment (every other
-one after its first file is there, since half of a short command is imports), and then checks that
+one after its first file is there, since half of a short command is imports), and then checks that the following holds. SIGINT
+is sent to all processes of the command, as by Ctrl-C in a terminal; `twice`: and again up to half a second later; `to one`: to
+the command alone.
 
 - the command and every process that it had started have ended;
 - every file is whole: JSON and JSONL parse (a last line may be cut where the writer was killed), figures, Parquet, safetensors
@@ -33,7 +35,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -41,7 +43,13 @@ from typing import NoReturn
 ROOT = Path(__file__).parent.parent
 SMALL = ["--task=control", "--steps=8", "--rollout-batch-size=2", "--n-samples-per-prompt=2", "--checkpoint-every=2"]
 TRAINED = ("metrics.jsonl", "layouts.jsonl")
-SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+SIGNALS = {
+    "SIGKILL": signal.SIGKILL,
+    "SIGTERM": signal.SIGTERM,
+    "SIGINT": signal.SIGINT,
+    "SIGINT twice": signal.SIGINT,
+    "SIGINT to one": signal.SIGINT,
+}
 IMPORTS = 2.0
 """Seconds that a new interpreter takes for its imports, about."""
 NEW = ", new"
@@ -61,13 +69,15 @@ class Kind:
     """Its writer is a rank, which its launcher may end by SIGKILL whatever signal the launcher had."""
 
 
-_SHARED = ("compare", *SMALL, "--modes=sample_mean,token_mean", "--seeds=1", "--workers=2", "--output=new")
+_APART = ("--launcher=processes", "--workers=2", "--output=new")
+_SHARED = ("compare", *SMALL, "--modes=sample_mean,token_mean", "--seeds=1", *_APART)
 KINDS = {
     "training": Kind(("run", *SMALL, "--output=new"), ("--resume",)),
     "training in 2 processes": Kind(_SHARED, ("--resume",)),
     "training on 2 ranks": Kind(("run", *SMALL, "--dp=2", "--output=new"), ("--resume",), has_ranks=True),
     "comparing records": Kind(("compare", "records", "--format=md")),
     "replaying": Kind(("compare", "--rollouts=example", "--output=new"), ("--overwrite",)),
+    "replaying in 2 processes": Kind(("compare", "--rollouts=example", *_APART), ("--overwrite",)),
     "replaying on 2 ranks": Kind(("run", "--rollouts=example", "--dp=2", "--output=new"), ("--overwrite",), has_ranks=True),
     "plotting": Kind(("plot", "records", "--html", "--format=png", "--output=new")),
     "converting": Kind(("convert", "example", "new", "--to=parquet"), ("--overwrite",)),
@@ -331,9 +341,11 @@ class Kill:
     faults: list[str]
 
 
-def kill_one(place: Place, kind_name: str, whole: tuple[Place, float], draw: random.Random, *, new: bool) -> Kill:
+def kill_one(
+    place: Place, kind_name: str, whole: tuple[Place, float], draw: random.Random, *, new: bool, signals: list[str]
+) -> Kill:
     """Start a command, kill it and look at what is left."""
-    kind, (undone, seconds), signal_name = KINDS[kind_name], whole, draw.choice([*SIGNALS])
+    kind, (undone, seconds), signal_name = KINDS[kind_name], whole, draw.choice(signals)
     share, once_begun = draw.random(), draw.random() < 0.5 and any("new" in argument for argument in kind.arguments)
     began = time.monotonic()
     process = place.start(*kind.arguments, new=new)
@@ -343,7 +355,7 @@ def kill_one(place: Place, kind_name: str, whole: tuple[Place, float], draw: ran
     time.sleep(share * max(seconds + (IMPORTS if new else 0.0) - waited, 0.2))
     after, late = time.monotonic() - began, process.poll() is not None
     if not late:
-        os.killpg(process.pid, signal.SIGINT) if signal_name == "SIGINT" else process.send_signal(SIGNALS[signal_name])
+        send(process, signal_name, draw.random() / 2)
     found = []
     try:
         code = process.wait(timeout=ENDS_WITHIN)
@@ -361,6 +373,18 @@ def kill_one(place: Place, kind_name: str, whole: tuple[Place, float], draw: ran
     return Kill(kind_name + (NEW if new else ""), signal_name, after, late, found)
 
 
+def send(process: subprocess.Popen[bytes] | Fork, signal_name: str, again_after: float) -> None:
+    """Send the command a signal, or all processes of its group."""
+    if signal_name not in ("SIGINT", "SIGINT twice"):
+        process.send_signal(SIGNALS[signal_name])
+        return
+    os.killpg(process.pid, signal.SIGINT)
+    if signal_name == "SIGINT twice":
+        time.sleep(again_after)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+
+
 def in_turn(kinds: list[str]) -> list[tuple[int, str]]:
     """Four rounds of the kinds, each with the number of its round, 0 to 3; those with ranks, which take ten times as long, have
     one turn in them."""
@@ -368,7 +392,7 @@ def in_turn(kinds: list[str]) -> list[tuple[int, str]]:
     return [(number, name) for number, name in rounds if not KINDS[name].has_ranks or number == 0]
 
 
-def kill(count: int, seed: int, kinds: list[str], *, say: bool = True) -> list[Kill]:
+def kill(count: int, seed: int, kinds: list[str], *, signals: Sequence[str] = tuple(SIGNALS), say: bool = True) -> list[Kill]:
     """Kill commands of these kinds in turn until `count` were hit; those that had ended by themselves are in the list too."""
     draw, done, turns = random.Random(seed), list[Kill](), in_turn(kinds)
     with tempfile.TemporaryDirectory(prefix="aggcli-kills-") as name:
@@ -380,7 +404,7 @@ def kill(count: int, seed: int, kinds: list[str], *, say: bool = True) -> list[K
             place = prepared(folder / f"kill-{len(done)}", whole)
             began = time.monotonic()
             try:
-                one = kill_one(place, kind_name, whole[kind_name], draw, new=round_number == 3)
+                one = kill_one(place, kind_name, whole[kind_name], draw, new=round_number == 3, signals=[*signals])
             finally:
                 place.end_all()
             done.append(one)
@@ -397,12 +421,12 @@ def counts(done: list[Kill]) -> Iterator[str]:
     """A table of how often each kind was hit by each signal, with the faults found."""
     hit = [one for one in done if not one.late]
     number = collections.Counter((one.kind, one.signal) for one in hit)
-    yield "".join([f"{'kills':30}", *(f"{name:>9}" for name in SIGNALS), f"{'faults':>9}"])
+    yield "".join([f"{'kills':30}", *(f"{name:>14}" for name in SIGNALS), f"{'faults':>9}"])
     for kind in sorted({one.kind for one in done}):
         faults = sum(len(one.faults) for one in done if one.kind == kind)
-        yield "".join([f"{kind:30}", *(f"{number[kind, name]:9d}" for name in SIGNALS), f"{faults:9d}"])
+        yield "".join([f"{kind:30}", *(f"{number[kind, name]:14d}" for name in SIGNALS), f"{faults:9d}"])
     faults = sum(len(one.faults) for one in done)
-    yield "".join([f"{'all':30}", *(f"{sum(one.signal == name for one in hit):9d}" for name in SIGNALS), f"{faults:9d}"])
+    yield "".join([f"{'all':30}", *(f"{sum(one.signal == name for one in hit):14d}" for name in SIGNALS), f"{faults:9d}"])
     yield f"{len(hit)} kills ({len(done) - len(hit)} more came too late), {faults} faults"
 
 
@@ -411,9 +435,10 @@ def main() -> int:
     given.add_argument("--count", type=int, default=100)
     given.add_argument("--seed", type=int, default=0)
     given.add_argument("--kinds", default=",".join(KINDS), help="comma-separated, of " + ", ".join(KINDS))
+    given.add_argument("--signals", default=",".join(SIGNALS), help="comma-separated, of " + ", ".join(SIGNALS))
     asked = given.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the folder is removed
-    done = kill(asked.count, asked.seed, asked.kinds.split(","))
+    done = kill(asked.count, asked.seed, asked.kinds.split(","), signals=asked.signals.split(","))
     print("\n".join(["", *counts(done)]))
     return 1 if any(one.faults for one in done) else 0
 

@@ -1,6 +1,6 @@
 """A grid on a Ray cluster whose worker and node are killed while it runs, held against the same grid in this process.
 
-    python experiments/benchmarks/ray_grid.py [--steps 40] [--returned]
+    python experiments/benchmarks/ray_grid.py [--steps 40] [--returned | --replay 200]
 
 Starts a cluster of two raylets of one CPU each on this machine (`ray.cluster_utils.Cluster`), and trains 4 modes x 3 seeds in
 4 shares on it. When the first share has recorded 5 steps the process that trains it is killed (SIGKILL); when it has recorded
@@ -13,6 +13,7 @@ store. Exit code 1 where a record differs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -20,9 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from scale import write
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
@@ -38,15 +42,14 @@ UNSEEN = 'mount -t tmpfs tmpfs "$0" && "$@"; code=$?; cp -r "$0/out" "$0-seen"; 
 def aggcli(output: Path, *more: str, unseen: Path | None = None) -> subprocess.Popen[str]:
     """A grid of 4 modes x 3 seeds in 4 shares. `unseen`: a folder that only this command is to see."""
     place = [] if unseen is None else ["unshare", "--mount", "sh", "-c", UNSEEN, str(unseen)]
-    command = [sys.executable, "-m", "aggcli", "compare", *SMALL, f"--modes={','.join(MODES)}", "--seeds=3", "--shares=4"]
+    return started(output, *SMALL, "--seeds=3", "--shares=4", *more, place=place)
+
+
+def started(output: Path, *given: str, place: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """A comparison of the modes. `place`: what the command is run by."""
+    command = [*place, sys.executable, "-m", "aggcli", "compare", f"--modes={','.join(MODES)}", *given, f"--output={output}"]
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*place, *command, f"--output={output}", *more],
-        env=settings,
-        text=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    return subprocess.Popen(command, env=settings, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> str:
@@ -80,17 +83,53 @@ def killed_worker(node: Any) -> str:
     """Kill a process that works on a share at a raylet, by SIGKILL; what it was."""
     raylet = next(one.process.pid for one in node.all_processes["raylet"])
     for pid in map(int, Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()):
-        name = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-        if name == "ray::task":
-            os.kill(pid, signal.SIGKILL)
-            return f"{name} {pid}"
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            name = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+            if name == "ray::task":
+                os.kill(pid, signal.SIGKILL)
+                return f"{name} {pid}"
     return ""
+
+
+def replayed(folder: Path, count: int, cluster: Any) -> list[str]:
+    """Replay files here, then on the cluster while a worker and a node of it are killed; the files of records that differ."""
+    alone = {"num_cpus": 1, "object_store_memory": MEMORY}
+    files = [folder / f"step-{at:03d}.parquet" for at in range(count)]
+    for at, path in enumerate(files):
+        write(path, 20_000, at)
+    serial, output, given = folder / "serial", folder / "ray", [str(path) for path in files]
+    began = time.monotonic()
+    ended(started(serial, *given, "--launcher=here"))
+    print(f"here: {time.monotonic() - began:.1f} s for {count} files", flush=True)
+    second = cluster.add_node(**alone)
+    began = time.monotonic()
+    process = started(output, *given, "--launcher=ray", f"--ray-address={cluster.address}")
+    until(process, output, MODES[0], count // 3)
+    killed = ""
+    while not killed and process.poll() is None:
+        killed = killed_worker(cluster.head_node)
+    print(f"killed {killed} with {steps(output, MODES[0])} of {count} steps recorded", flush=True)
+    until(process, output, MODES[0], 2 * count // 3)
+    at = steps(output, MODES[0])
+    cluster.remove_node(second, allow_graceful=False)
+    print(f"killed the second raylet with {at} of {count} steps recorded", flush=True)
+    ended(process)
+    names = {str(path.relative_to(serial)) for path in serial.rglob("*") if path.suffix in (".jsonl", ".parquet")}
+    others = {str(path.relative_to(output)) for path in output.rglob("*") if path.suffix in (".jsonl", ".parquet")}
+    apart = sorted(names ^ others) + [n for n in names & others if (serial / n).read_bytes() != (output / n).read_bytes()]
+    print(
+        f"ray: {time.monotonic() - began:.1f} s; {len(names) - len(apart)} of {len(names)} files of records are those of"
+        f" --launcher here, byte for byte; {steps(output, MODES[0])} steps",
+        flush=True,
+    )
+    return apart + ([] if killed else ["no worker was found"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--returned", action="store_true", help="bring the records back through the object store")
+    parser.add_argument("--replay", type=int, metavar="FILES", help="replay so many files instead of training")
     given = parser.parse_args()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["PYTHONPATH"] = str(ROOT)
@@ -98,12 +137,21 @@ def main() -> int:
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder, length = Path(name), f"--steps={given.steps}"
+        alone = {"num_cpus": 1, "object_store_memory": MEMORY}
+        first = {**alone, "include_dashboard": False}
+        if given.replay:
+            cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=first)
+            try:
+                faults += replayed(folder, given.replay, cluster)
+            finally:
+                cluster.shutdown()
+            print("\n".join(faults) if faults else "no fault")
+            return int(bool(faults))
         serial = folder / "serial"
         began = time.monotonic()
         ended(aggcli(serial, length, "--launcher=here"))
         print(f"here: {time.monotonic() - began:.1f} s", flush=True)
-        alone = {"num_cpus": 1, "object_store_memory": MEMORY}
-        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={**alone, "include_dashboard": False})
+        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=first)
         try:
             second = cluster.add_node(**alone)
             on_ray = ("--launcher=ray", f"--ray-address={cluster.address}")

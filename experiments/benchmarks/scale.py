@@ -56,9 +56,9 @@ print(json.dumps([seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024,
 """
 
 
-def write(path: Path, tokens: int) -> None:
+def write(path: Path, tokens: int, seed: int = 0) -> None:
     """A file of about so many response tokens, in row groups of 4,096 samples."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     samples = max(1, tokens // 1000)
     longest = min(1500, 2 * tokens)
     writer = None
