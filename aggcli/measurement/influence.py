@@ -20,23 +20,33 @@ from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, Spread, group_of_rollo
 _OF_THE_POLICY_LOSS = ("loss_mask", "log_probs", "old_log_probs", "advantages", "sequence_log_ratio")
 
 
-def influence(step: RolloutBatch, weight_T: Tensor, config: MeasureConfig) -> Values:
-    """Shares of the total weight by length, correctness, advantage sign and group outcome, and the effective tokens.
+def influence(step: RolloutBatch, weight: Tensor | Spread, config: MeasureConfig) -> Values:
+    """Shares of the total weight by length, correctness, advantage sign and group outcome, and the effective tokens. `weight`:
+    of each token, [T].
 
     All None where the total weight is 0; a share that the batch cannot give (no rewards, no advantages) is left out.
     """
-    weight_T = weight_T.double()
-    weight_S = torch.zeros(step.num_samples, dtype=torch.float64)
+    weight_S, squares = torch.zeros(step.num_samples, dtype=torch.float64), 0.0
+    of_sign = {f"{sign}_advantage": 0.0 for sign in ("positive", "negative", "zero") if step.advantages_T is not None}
     for chunk, sample_C in step.token_chunks():
-        weight_S.index_add_(0, sample_C, weight_T[chunk])
-    total, squares = float(weight_S.sum()), float(weight_T @ weight_T)
-    parts = _by_sample(step, config, weight_S)
-    if step.advantages_T is not None:
-        mask_T, advantages_T = step.loss_mask_T, step.advantages_T
-        parts["positive_advantage"] = _sum_where(weight_T, (advantages_T > 0).logical_and_(mask_T))
-        parts["negative_advantage"] = _sum_where(weight_T, (advantages_T < 0).logical_and_(mask_T))
-        parts["zero_advantage"] = _sum_where(weight_T, (advantages_T != 0).logical_and_(mask_T).logical_not_())
-    return checked({"effective_tokens": total * total / squares if squares else None, **_shares("weight_share", parts, total)})
+        weight_C = _of_chunk(weight, chunk, sample_C)
+        weight_S.index_add_(0, sample_C, weight_C)
+        squares += float(weight_C @ weight_C)
+        if step.advantages_T is not None:
+            mask_C, advantage_C = step.loss_mask_T[chunk], step.advantages_T[chunk]
+            of_sign["positive_advantage"] += _sum_where(weight_C, (advantage_C > 0) & mask_C)
+            of_sign["negative_advantage"] += _sum_where(weight_C, (advantage_C < 0) & mask_C)
+            of_sign["zero_advantage"] += _sum_where(weight_C, (advantage_C == 0) | ~mask_C)
+    total = float(weight_S.sum())
+    shares = _shares("weight_share", _by_sample(step, config, weight_S) | of_sign, total)
+    return checked({"effective_tokens": total * total / squares if squares else None, **shares})
+
+
+def _of_chunk(weight: Tensor | Spread, chunk: slice, sample_C: Tensor) -> Tensor:
+    """The weights of some tokens, of these samples, float64 [C]."""
+    if isinstance(weight, Spread):
+        return weight.at(torch.arange(chunk.start, chunk.stop), sample_C).double()
+    return weight[chunk].double()
 
 
 def gradient_shares(inputs: StepInputs, config: MeasureConfig) -> dict[str, Values]:
@@ -58,11 +68,8 @@ def gradient_shares(inputs: StepInputs, config: MeasureConfig) -> dict[str, Valu
         if "pg_clipfrac" in numbers.values:
             chosen["clipped"] = numbers.values["pg_clipfrac"] > 0
         slope_C = numbers.slopes["pg_loss"].double().abs_()
-        position_C = torch.arange(chunk.start, chunk.stop)
         for rule in inputs.names:
-            weight = inputs.weights[rule]
-            weight_C = weight.at(position_C, sample_C) if isinstance(weight, Spread) else weight[chunk]
-            size_C = weight_C.double().abs() * slope_C
+            size_C = _of_chunk(inputs.weights[rule], chunk, sample_C).abs() * slope_C
             size_S[rule].index_add_(0, sample_C, size_C)
             for part, is_C in chosen.items():
                 parts[rule][part] = parts[rule].get(part, 0.0) + _sum_where(size_C, is_C)

@@ -173,7 +173,7 @@ def _what_rules_do(inputs: StepInputs, total: Partials, measuring: MeasureConfig
     compared = gradient_comparison(total, inputs.names, inputs.names[0])
     shares = gradient_shares(inputs, measuring)
     return {
-        rule: influence(inputs.step, inputs.weight_T(rule), measuring) | shares[rule] | compared.get(rule, {})
+        rule: influence(inputs.step, inputs.weights[rule], measuring) | shares[rule] | compared.get(rule, {})
         for rule in inputs.names
     }
 
