@@ -188,7 +188,8 @@ class TrainingConfig:
     gradient_checkpointing: bool = False
     """With --model: recompute activations in the backward pass. Less memory, more time."""
     compile: bool = False
-    """With --model: compile its layers by torch.compile. Takes a minute or more before the first step; for long runs."""
+    """With --model: compile its layers by torch.compile. Takes a minute or more before the first step; for long runs. Numbers
+    differ by rounding, also in float64, since layers hold float32 inside."""
     evaluation_prompts: int | None = None
     """Fresh prompts that each run is evaluated on, before and after. Default: 512, with --model 32. Of a file, at most its last
     tenth, which is never trained on."""

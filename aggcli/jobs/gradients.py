@@ -55,9 +55,9 @@ class GradientsResult(Shown):
         first = self.steps[0]
         real, cheap = first.by_parameters[WHOLE], first.by_log_probs
         said = [
-            f"{mode}: gradient norm {_times(real, at)} {self.modes[0]}'s, cosine {_cosine(real, at)}, by the {self.trained}"
-            f" trained parameters of {self.policy}; {_times(cheap, at)} and {_cosine(cheap, at)} by the log-probabilities of"
-            " the tokens."
+            f"{mode}: gradient norm {_times(real, at)} {self.modes[0]}'s, cosine {_cosine(real, at)}, by the"
+            f" {self.trained:,} trained parameters of {self.policy}; {_times(cheap, at)} and {_cosine(cheap, at)} by the"
+            " log-probabilities of the tokens."
             for at, mode in enumerate(self.modes)
             if at
         ]
