@@ -114,8 +114,8 @@ def test_one_seed_is_said_and_shows_no_difference():
     said = verdict(found)
     assert not said.rankings[0].shown
     assert said.answer.sentences == (
-        "One seed: no interval and no test, so no difference can be shown between a and b (b: accuracy in training rollouts,"
-        " equal steps -0.7 (0.2 against 0.9)).",
+        "One seed: no interval and no test, so no difference can be shown between a and b.",
+        "Untested: b, accuracy in training rollouts, equal steps -0.7 (0.2 against 0.9).",
         "Give more seeds.",
     )
     assert said.lists[0] == (

@@ -48,7 +48,7 @@ def _answer(comparison: Comparison, rankings: Sequence[Ranking], behind: str) ->
             (f"No verdict: no other {comparison.arm} can be {'paired' if comparison.paired else 'compared'} with {base}.",)
         )
     if not comparison.tests:
-        return Answer((_untested(comparison, rankings, effects), f"Give more {comparison.each}s."))
+        return Answer((*_untested(comparison, rankings, effects), f"Give more {comparison.each}s."))
     shown = [one for one in effects if one.shown]
     if not any(_can_tell(pair) for pair in _all_pairs(comparison)) and not comparison.ratios:
         modes = listed(_few([label for label in comparison.labels if label != base]), "or")
@@ -84,15 +84,16 @@ def _alone(comparison: Comparison, behind: str) -> str:
     return f"{comparison.baseline}: {comparison.named(success)} {number(one.mean, 4) or '0'}{bounds} over {seeds}{of}."
 
 
-def _untested(comparison: Comparison, rankings: Sequence[Ranking], effects: Sequence[Effect]) -> str:
+def _untested(comparison: Comparison, rankings: Sequence[Ranking], effects: Sequence[Effect]) -> tuple[str, ...]:
     """One seed, or differences of which each has one; of runs that are not paired, an arm of one, or arms without a spread."""
     base = comparison.baseline
     success = rankings[0].outcome if rankings else effects[0].outcome
     own = [one for one in effects if one.outcome == success]
     labels = listed(_few([one.label for one in own]), "or") if own else f"another {comparison.arm}"
-    sizes = "; ".join(f"{one.label}: {one.text}" for one in own[:_MOST])
+    sizes = "; ".join(f"{one.label}, {one.text}" for one in own[:_MOST])
     why = "One seed" if comparison.paired else _why_untested(comparison, success)
-    return f"{why}: no interval and no test, so no difference can be shown between {base} and {labels} ({sizes})."
+    said = f"{why}: no interval and no test, so no difference can be shown between {base} and {labels}."
+    return (said, f"Untested: {sizes}.") if sizes else (said,)
 
 
 def _why_untested(comparison: Comparison, outcome: str) -> str:
