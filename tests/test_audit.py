@@ -376,6 +376,20 @@ def test_the_table_says_whose_step_loss_is_not_what_the_framework_logs(capsys: p
     assert "clipped surrogate" not in words
 
 
+def test_an_audit_says_which_loss_its_numbers_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--rules", "trl:cispo,trl:grpo", "--no-search")
+    words = " ".join(aggcli(capsys, "audit", *flags, "--policy-loss", "gspo", "--eps-clip-high", "0.3").out.split())
+    assert "policy loss: gspo clip: 0.2 below, 0.3 above" in words
+    assert "of policy loss gspo under their weights, whatever loss the framework logs" in words
+    assert "clipped surrogate" not in words
+    assert _json(capsys, *flags, "--policy-loss", "cispo")["settings"] == {
+        "policy_loss": "cispo",
+        "eps_clip": 0.2,
+        "eps_clip_high": None,
+        "eps_clip_c": None,
+    }
+
+
 def test_nan_that_is_not_known_to_be_of_an_empty_piece_is_not_called_0_over_0() -> None:
     """A reducer's weights are NaN all over the step: nothing says where."""
     toy = Toy(((1, 0, 0), (0, 1, 0)), (((0,), (1,)),))

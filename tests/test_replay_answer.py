@@ -346,6 +346,20 @@ def test_a_note_that_differs_from_step_to_step_in_numbers_alone_is_said_once(cap
     assert told.out
 
 
+def test_a_note_of_one_step_names_its_file(capsys, tmp_path: Path) -> None:
+    streams = {"log_probs": [-1.0, -1.0], "rollout_log_probs": [-1.0, -1.0]}
+    for step in range(2):
+        own = {"old_log_probs": [-1.0, -1.0]} if step == 0 else {}
+        write_jsonl(tmp_path / f"{step}.jsonl", [{"response_length": 2, "advantage": 1.0, **streams, **own}] * 2)
+    missing = "old_log_probs are missing: rollout_log_probs are taken as the policy that sampled"
+    told = replay(capsys, tmp_path, f"{tmp_path}/[01].jsonl")
+    assert f"note: step 1 (1.jsonl): {missing}" in told.err
+    assert "sampler mismatch of a response: size of its sum (nats)" in told.out
+    (tmp_path / "0.jsonl").write_text((tmp_path / "0.jsonl").read_text() * 2)
+    told = replay(capsys, tmp_path, f"{tmp_path}/[01].jsonl", "--global-batch-size", 2)
+    assert f"note: step 2, of step 1 (1.jsonl): {missing}" in told.err
+
+
 def test_dynamic_sampling_and_masked_truncation_leave_a_line_in_the_table(capsys, tmp_path: Path) -> None:
     """Of three groups one has equal rewards; of the four samples left one is truncated: a quarter."""
     rewards = ((0, 0), (0, 1), (1, 0))

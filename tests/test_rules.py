@@ -316,10 +316,16 @@ def test_rules_are_values_that_cannot_be_changed() -> None:
 
 def test_a_rule_says_what_the_newest_release_that_was_read_does_and_nothing_where_none_was() -> None:
     assert newest_release(RULES["trl:bnpo"]) == "trl 1.16.0 on 2026-12-01, which is the version named"
-    same = "skyrl 0.3.0 on 2026-12-01 (read, not run): the policy loss is aggregated the same"
+    same = "skyrl 0.4.0 on 2026-12-01 (read, not run): the policy loss is aggregated the same"
     assert newest_release(RULES["skyrl:prompt_mean"]) == same
     mended = "ms-swift 4.6.0 on 2026-12-01 (read, not run): the policy loss is aggregated otherwise: sum_t l_t / T,"
     assert newest_release(RULES["ms-swift:dapo"]).startswith(mended)
+    rows = "agentlightning 1.0.2 on 2026-12-01 (read, not run): the policy loss is aggregated otherwise: 1/B sum_r ["
+    assert newest_release(RULES["agent-lightning:per_rollout_mean"]).startswith(rows)
+    for name in ("grpo", "dapo"):
+        assert newest_release(RULES[f"axolotl:{name}"]).startswith("axolotl 0.21.0 on 2026-12-01")
+    longer = dataclasses.replace(RULES["trl:bnpo"], version="1.16.01; f2cd5771")
+    assert newest_release(longer).endswith("(read, not run): the policy loss is aggregated the same"), "another version"
     assert [newest_release(RULES[name]) for name in ("slime:sample_mean", "token_mean", "balanced")] == ["", "", ""]
 
 

@@ -116,7 +116,7 @@ def test_bytes_are_told_in_powers_of_a_thousand() -> None:
 @pytest.mark.parametrize(("left", "said"), [(1, "1 more note is left out"), (2, "2 more notes are left out")])
 def test_notes_that_find_no_room_are_counted(capsys: pytest.CaptureFixture[str], left: int, said: str) -> None:
     with heard_by(Terminal()):
-        _say_notes({"note " + at * "x": [0] for at in range(MOST_NOTES + left)}, 1)
+        _say_notes({"note " + at * "x": [0] for at in range(MOST_NOTES + left)}, {0: "step 0 (test)"})
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"note: {said} here; ")
 
 

@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from aggcli import grid
+from aggcli.config import settings_from, unread_settings
+from aggcli.errors import RolloutError
 from aggcli.policy.transformer import PolicyConfig, initial_parameters
 from aggcli.policy.warm_start import save_policy
 from aggcli.training.checkpoint import load, save
+from aggcli.training.recorded import prepared
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE
 from tests.cli import aggcli, records, refused, strict_json
-from tests.fixtures import MODES
+from tests.fixtures import MODES, batch_of
 from tests.speed import few
 from tests.train_worker import Trained, flags, runs_of, setup_of, small, train
 
@@ -76,19 +79,26 @@ def test_one_rollout_per_prompt_is_warned_about_and_trains_without_a_signal(caps
     said, lines = _trained(capsys, tmp_path / "out", "--n-samples-per-prompt=1")
     assert "one rollout per prompt: every advantage is 0, so there is no signal; raise --n-samples-per-prompt" in said
     assert [line["grad_norm"] for line in lines] == [0.0, 0.0]
-    assert "2 steps of runs had only groups of equal rewards" in said
+    silent = "2 steps of runs had only groups of equal rewards: the policy loss has no gradient there; "
+    assert f"{silent}AdamW's moments of earlier steps can still move the parameters" in said
+    assert "no trained token" not in said
 
 
-def test_one_step_without_a_signal_is_told_in_the_singular(capsys, tmp_path: Path) -> None:
-    said, _ = _trained(capsys, tmp_path / "out", "--n-samples-per-prompt=1", "--steps=1")
-    assert "1 step of a run had only groups of equal rewards: it carries no signal and changes nothing" in said
+def test_one_step_without_a_signal_is_told_in_the_singular_and_under_sgd_moves_nothing(capsys, tmp_path: Path) -> None:
+    flags = ("--n-samples-per-prompt=1", "--steps=1", "--optimizer=sgd")
+    said, _ = _trained(capsys, tmp_path / "out", *flags)
+    silent = "1 step of a run had only groups of equal rewards: the policy loss has no gradient there; "
+    assert f"{silent}no parameter moves" in said
+    said, _ = _trained(capsys, tmp_path / "terms", *flags, "--weight-decay=0.1", "--entropy-coef=0.1")
+    assert f"{silent}weight decay and the entropy term can still move the parameters" in said
 
 
 def test_steps_without_a_mixed_group_are_empty_change_nothing_and_are_said_plainly(capsys, tmp_path: Path) -> None:
     said, lines = _trained(
         capsys, tmp_path / "out", "--n-samples-per-prompt=1", "--dynamic-sampling", "--dynamic-sampling-rounds=3"
     )
-    assert "2 steps of runs had only groups of equal rewards: they carry no signal and change nothing" in said
+    assert "2 steps of runs had no trained token: they took no optimizer step and changed nothing" in said
+    assert "equal rewards" not in said
     for line in lines:
         assert (line["groups_generated"], line["groups_kept"], line["tokens"], line["rollouts"]) == (12, 0, 0, 0)
         assert (line["pg_loss"], line["entropy_loss"], line["raw_reward"]) == (None, None, None)
@@ -258,3 +268,17 @@ def test_without_an_output_the_results_are_named_by_command_and_mode(
         told = aggcli(capsys, command, *mode, *flags)
         assert told.code == 0, told.err
     assert {path.name for path in (tmp_path / "results").iterdir()} == {name, f"{name}-2"}
+
+
+@pytest.mark.parametrize(("vocabulary_size", "asked"), [(None, "--train"), (10, "--model")])
+def test_rollouts_without_token_ids_are_refused_by_the_flag_that_was_given(vocabulary_size: int | None, asked: str) -> None:
+    batch = batch_of([{"response_length": 2, "advantage": 1.0}])
+    with pytest.raises(RolloutError, match=rf"step 0 \(test\): {asked} needs token ids"):
+        prepared([batch], settings_from({}), vocabulary_size)
+
+
+def test_settings_that_only_training_uses_are_said_to_be_so() -> None:
+    useless = unread_settings(trains=False)
+    assert useless["lr"] == "only training uses it"
+    assert useless["shares"].startswith("only training is cut into shares; with --launcher, rollouts are read in parts")
+    assert "shares" not in unread_settings(trains=True)

@@ -55,7 +55,8 @@ def unread_settings(*, trains: bool, rollouts: Sequence[str] = ()) -> dict[str, 
     """Settings that a run has no use for, each with the reason. `rollouts`: the recorded ones that it reads, if any."""
     useless: dict[str, str] = {}
     if not trains:
-        useless |= dict.fromkeys((*TRAINING_SETTINGS, "shares"), "only training uses it")
+        useless |= dict.fromkeys(TRAINING_SETTINGS, "only training uses it")
+        useless["shares"] = "only training is cut into shares; with --launcher, rollouts are read in parts: mostly a file each"
     if rollouts and tuple(rollouts) != ("synthetic",):
         useless |= dict.fromkeys(SYNTHETIC_SETTINGS, "only --rollouts synthetic uses it")
     if not rollouts:

@@ -263,8 +263,9 @@ class LaunchConfig:
     """Where the work runs. It changes no number: shares that are cut in the same way give the same records anywhere."""
 
     launcher: Literal["here", "processes", "ray"] | None = None
-    """Where shares run: here, processes or ray. One after another in this process; in processes of this machine; on a Ray
-    cluster. Default: processes where small policies are trained on several cores, else here."""
+    """Where shares of a training, or parts of recorded rollouts, run: here, processes or ray. One after another in this
+    process; in processes of this machine; on a Ray cluster. Default: processes where small policies are trained on several
+    cores, else here."""
     workers: int | None = None
     """Processes at work at a time. Default: one for each of torch's threads (OMP_NUM_THREADS, else the cores)."""
     shares: int | None = None

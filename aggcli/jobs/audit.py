@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from aggcli.rollouts.batch import RolloutBatch
 
 
+_OF_THE_LOSS = ("policy_loss", "eps_clip", "eps_clip_high", "eps_clip_c")
+"""The settings of the policy loss that every number of an audit is of."""
+
+
 @dataclass(frozen=True)
 class AuditRequest:
     """What to audit. `rules`: none for all, or with `reducers` (pkg.mod:fn) for the reducers alone; `divisor`: constant and
@@ -114,6 +118,7 @@ def audit(request: AuditRequest, batches: Sequence[RolloutBatch] | None = None) 
         "divisor": divisor,
         "length_unit": ", ".join(dict.fromkeys(step.unit for step in steps)),
         "divisor_origin": "--divisor" if request.divisor else "the longest response",
+        "settings": {name: getattr(settings.objective, name) for name in _OF_THE_LOSS},
         "reducers": {name: [vars(finding) for finding in found] for name, found in findings.items()},
     }
     return AuditResult(head, audits, findings, _failure(audits, findings, request.limit))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +129,7 @@ def replay(request: ReplayRequest, batches: Sequence[RolloutBatch] | None = None
                 for note in dict.fromkeys(report.notes):
                     notes.setdefault(note, []).append(report.step)
     head["modes"] = [rule for rule in head["modes"] if any(rule in step["modes"] for step in steps)]
-    _say_notes(notes, len(steps))
+    _say_notes(notes, {step["step"]: step["source"] for step in steps})
     failure = beyond_rounding(comparisons, TOLERANCE[request.config.dtype or "float64"])
     said = between_layouts([comparison for _, comparison in comparisons])
     return ReplayResult(head, steps, said, failure or "", notes, recorder.directory)
@@ -321,18 +321,24 @@ class Recorder:
 # -- what is said ---------------------------------------------------------------------------------------------------
 
 
-def _say_notes(notes: dict[str, list[int]], steps: int) -> None:
-    """Each note once, with the steps it is about where it is not about all of them. Notes that differ in their numbers alone
-    are one note: the first of them is said."""
+def _say_notes(notes: dict[str, list[int]], sources: Mapping[int, str]) -> None:
+    """Each note once, with the steps it is about where it is not about all of them, of one with what it was read from
+    (`sources`). Notes that differ in their numbers alone are one note: the first of them is said."""
     alike: dict[str, list[tuple[str, int]]] = {}
     for note, about in notes.items():
         alike.setdefault(_NUMBER.sub("0", note), []).extend((note, step) for step in about)
     for found in list(alike.values())[:MOST_NOTES]:
         (note, first), about = found[0], sorted({step for _, step in found})
-        where = "" if len(about) == steps else f"step {about[0]}: " if len(about) == 1 else f"steps {some(about)}: "
+        one_of = _step(about[0], sources[about[0]]) if len(about) == 1 else f"steps {some(about)}"
+        where = "" if len(about) == len(sources) else f"{one_of}: "
         say(
             where + note + ("" if len({text for text, _ in found}) == 1 else f" (step {first}; other steps have other numbers)")
         )
     if len(alike) > MOST_NOTES:
         left_out = plural(len(alike) - MOST_NOTES, "more note is", "more notes are")
         say(f"{left_out} left out here; metrics.jsonl and --json hold them all")
+
+
+def _step(number: int, source: str) -> str:
+    """`step 1 (rollout-1.jsonl)`, `step 3, of step 1 (rollout-1.jsonl), optimizer step 1`."""
+    return source if source.startswith(f"step {number} ") else f"step {number}, of {source}"

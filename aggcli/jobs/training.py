@@ -199,11 +199,13 @@ class TrainingShare:
 @dataclass
 class Trained:
     """How a share went: how far layouts were apart in checked steps (run, number, comparison), which runs diverged, steps
-    without a signal and steps in which wrong answers are told apart, and each finished run on fresh prompts."""
+    without a signal, without a trained token, and in which wrong answers are told apart, and each finished run on fresh
+    prompts."""
 
     layouts: list[tuple[str, int, LayoutComparison]] = dataclasses.field(default_factory=list)
     diverged: list[str] = dataclasses.field(default_factory=list)
     silent_steps: int = 0
+    empty_steps: int = 0
     told_apart: int = 0
     final: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
     files: Files | None = None
@@ -490,6 +492,7 @@ def _record(trainer: Trainer, done: TrainedStep, writers: dict[str, RunWriter], 
             if report.checked:
                 result.layouts.append((report.run.name, number, report.step.comparison))
             result.silent_steps += _is_silent(report.values)
+            result.empty_steps += not report.values.get("tokens")
             result.told_apart += bool(report.values.get("all_wrong_groups_with_advantage"))
     recording.write_rollouts(writers, done)
     recording.write_timing(writers, trainer, done)
@@ -499,10 +502,8 @@ def _record(trainer: Trainer, done: TrainedStep, writers: dict[str, RunWriter], 
 
 
 def _is_silent(values: Mapping[str, float | None]) -> bool:
-    """No group of unequal rewards to learn from: none was left, or every advantage is 0."""
-    if not values.get("tokens"):
-        return True
-    groups = values.get("groups")
+    """Trained tokens, and every advantage of them 0: no group of unequal rewards to learn from."""
+    groups = values.get("groups") if values.get("tokens") else None
     return bool(groups) and values.get("zero_variance_groups") == groups and values.get("pg_loss") == 0
 
 

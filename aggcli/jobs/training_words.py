@@ -12,7 +12,7 @@ from aggcli.analysis.divergence import is_collapsed
 from aggcli.analysis.tolerance import TOLERANCE
 from aggcli.errors import RecordError, some
 from aggcli.jobs.listening import say
-from aggcli.measurement.words import plural, short
+from aggcli.measurement.words import listed, plural, short
 
 if TYPE_CHECKING:
     from aggcli.grid import Setup
@@ -175,18 +175,35 @@ def settings_in_words(result: TrainingResult) -> list[str]:
 
 
 def closing_notes(result: TrainingResult) -> list[str]:
-    """What is to be known once training has ended: steps without a signal, collapsed runs, how far layouts were apart."""
+    """What is to be known once training has ended: steps without a signal or a token, and how far layouts were
+    apart."""
     shares, notes = result.shares, []
     since = "since it was resumed: " if result.request.resume else ""
     if silent_steps := sum(share.silent_steps for share in shares):
-        one = "step of a run had only groups of equal rewards: it carries no signal and changes nothing"
-        several = "steps of runs had only groups of equal rewards: they carry no signal and change nothing"
-        notes.append(since + plural(silent_steps, one, several))
+        one, several = (f"{who} had only groups of equal rewards" for who in ("step of a run", "steps of runs"))
+        notes.append(f"{since}{plural(silent_steps, one, several)}: the policy loss has no gradient there; {_moving(result)}")
+    if empty_steps := sum(share.empty_steps for share in shares):
+        one = "step of a run had no trained token: it took no optimizer step and changed nothing"
+        several = "steps of runs had no trained token: they took no optimizer step and changed nothing"
+        notes.append(since + plural(empty_steps, one, several))
     if told_apart := sum(share.told_apart for share in shares):
         one = "step of a run was trained on a group without a right answer whose advantages are not 0"
         several = "steps of runs were trained on groups without a right answer whose advantages are not 0"
         notes.append(f"warning: {since}{plural(told_apart, one, several)}: a penalty tells wrong answers apart")
     return [*notes, f"recorded in {result.directory}", *(since + note for note in _between_layouts(shares))]
+
+
+def _moving(result: TrainingResult) -> str:
+    """What can move parameters in a step whose policy loss has no gradient."""
+    training, objectives = result.request.config.training, [run.objective for run in result.runs]
+    others = {
+        "AdamW's moments of earlier steps": training.optimizer == "adamw",
+        "weight decay": training.weight_decay,
+        "the KL term": any(objective.kl_coef for objective in objectives),
+        "the entropy term": any(objective.entropy_coef for objective in objectives),
+    }
+    found = [what for what, moves in others.items() if moves]
+    return f"{listed(found)} can still move the parameters" if found else "no parameter moves"
 
 
 def _between_layouts(shares: Sequence[Trained]) -> list[str]:

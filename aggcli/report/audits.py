@@ -12,7 +12,7 @@ from rich.table import Table
 from aggcli.analysis.answer import Answer
 from aggcli.measurement.words import AS_RECORDED, VARIES, listed, percent, short
 from aggcli.report.blocks import BlockTable
-from aggcli.report.tables import answer_text, lines
+from aggcli.report.tables import answer_text, lines, policy_loss_in_words
 from aggcli.rules import recorded_rule
 from aggcli.rules.reference import PAPERS
 
@@ -45,6 +45,7 @@ def _settings(head: Mapping[str, Any], steps: Sequence[Step]) -> list[str]:
     why = ", the first that the framework can represent" if own else ""
     return [
         f"{head['rollouts']}{count}",
+        *policy_loss_in_words(head["settings"]),
         f"layouts: {', '.join(head['layouts'])}; the first is the reference{''.join(own)}{why}",
         f"constants and padded widths: {short(head['divisor'])} {head['length_unit']} ({head['divisor_origin']})",
     ]
@@ -196,7 +197,10 @@ def _table(steps: Sequence[Step], rules: Sequence[str], head: Mapping[str, Any])
     own = [rule for rule in rules if (found := recorded_rule(rule)) is not None and found.own_loss]
     if own and any(report["pg_loss"] is not None for rule in own for report in _of(steps, rule)):
         whose = f"step loss, gradient norm and cosine of {', '.join(own)}"
-        caption += f"; {whose}: of the clipped surrogate under their weights, not of the loss that the framework logs"
+        loss = head["settings"]["policy_loss"]
+        what = f"policy loss {loss} under their weights, whatever loss"
+        what = "the clipped surrogate under their weights, not of the loss that" if loss == "ppo" else what
+        caption += f"; {whose}: of {what} the framework logs"
     table = BlockTable(["rule", *numbers, ""], numbers, padding=(0, 1, 0, 0), caption=caption, fold_names=True)
     for rule in rules:
         found = _of(steps, rule)

@@ -5,6 +5,7 @@ Source: the packages on PyPI on the day named, the code of their loss beside eac
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from aggcli.rules.rule import Rule
@@ -38,10 +39,17 @@ RELEASES: dict[str, Release] = {
     "verl": Release("verl", "0.9.1"),
     "torchrl": Release("torchrl", "0.14.1"),
     "openrlhf": Release("openrlhf", "0.11.2", says="dynamic batches were not read"),
-    "skyrl": Release("skyrl", "0.3.0"),
+    "skyrl": Release("skyrl", "0.4.0"),
     "areal": Release("areal", "1.0.4", says="a step without a trained token stops with an error"),
     "rlinf": Release("rlinf", "0.3.0", says="read for the FSDP worker, which divides by the accumulation steps"),
-    "axolotl": Release("axolotl", "0.19.0", says="read for async training"),
+    "axolotl": Release("axolotl", "0.21.0", says="read for async training"),
+    "axolotl:dapo": Release(
+        "axolotl",
+        "0.21.0",
+        is_same=False,
+        says="T counts every response token of what was generated at once, also those that a mask leaves out; else the same;"
+        " read for async training",
+    ),
     "unsloth": _UNSLOTH,
     "unsloth:dapo": Release("unsloth-zoo", "2026.10.9", is_same=False, says="T is at least 1; else the same"),
     "ms-swift": Release("ms-swift", "4.6.0", says="the Megatron backend was not read"),
@@ -63,7 +71,13 @@ RELEASES: dict[str, Release] = {
     "tunix:sequence-mean-token-sum-norm": Release(
         "google-tunix", "0.1.7", is_same=False, says=f"rows without a trained token are not counted, and {_TUNIX}"
     ),
-    "agent-lightning": Release("agentlightning", "0.3.0", is_same=False, says="it has no per_rollout_mean"),
+    "agent-lightning": Release(
+        "agentlightning",
+        "1.0.2",
+        is_same=False,
+        says="1/B sum_r [ sum_(t in r) l_t / n_r ], B rows of the batch before it is cut into optimizer steps: the same where"
+        " each rollout is one row and the batch one step",
+    ),
 }
 """By the name of a rule, or of all a framework's other rules. A framework that is not here was not read in a release."""
 
@@ -73,6 +87,6 @@ def newest_release(rule: Rule) -> str:
     release = RELEASES.get(rule.name, RELEASES.get(rule.framework))
     if release is None:
         return ""
-    if rule.version.startswith(release.version):
+    if re.split("[;, ]", rule.version)[0] == release.version:
         return f"{release.package} {release.version} on {READ_ON}, which is the version named"
     return release.words

@@ -46,16 +46,17 @@ def prepared(batches: Iterable[RolloutBatch], config: RunConfig, vocabulary_size
     Raises `RolloutError` for a step without token ids or without advantages, and for an id outside of the vocabulary.
     """
     ready, generated = [], []
+    asked = "--train" if vocabulary_size is None else "--model"
     notes: dict[str, None] = {}
     left_out: list[str] = []
     for batch in batches:
         if batch.token_ids_U is None:
-            raise RolloutError(f"{batch.name}: --train needs token ids for every sample (tokens), which the file lacks")
+            raise RolloutError(f"{batch.name}: {asked} needs token ids for every sample (tokens), which the file lacks")
         advantages_T, origin = with_advantages(batch, config.objective)
         if advantages_T is None:
-            raise RolloutError(f"{batch.name}: --train needs advantages; {origin}")
+            raise RolloutError(f"{batch.name}: {asked} needs advantages; {origin}")
         if int(batch.total_length_S.sub(batch.response_length_S).min()) < 1:
-            raise RolloutError(f"{batch.name}: --train needs at least one prompt token before every response")
+            raise RolloutError(f"{batch.name}: {asked} needs at least one prompt token before every response")
         streams = (batch.rollout_log_probs_T, batch.old_log_probs_T, batch.log_probs_T)
         sampled_T = next((stream for stream in streams if stream is not None), None)
         found = selected(dataclasses.replace(batch, advantages_T=advantages_T), config)
