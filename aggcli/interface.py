@@ -243,7 +243,9 @@ def compare(
 
         if directories is not None:
             raise SettingError("compare: give directories or curves; a results directory beside other runs is an arm too")
-        arms, columns = ([f"{key}={value}" for key, value in of.items()] for of in (curves, metrics or {}))
+        arms, columns = _words("curves", curves, _PATTERN), _words("metrics", metrics or {}, _COLUMN)
+        if not arms:
+            raise SettingError(f"compare: curves: names no arm; give {_PATTERN}")
         with heard_by(_Logged()):
             return compare_curves(arms, columns, given, None if output is None else Path(output), overwrite=overwrite)
     if metrics is not None or output is not None or overwrite:
@@ -255,6 +257,19 @@ def compare(
 
     paths = _paths(directories)
     return compare_kept(paths[0], given) if len(paths) == 1 and holds_curves(paths[0]) else compared(paths, given)
+
+
+_PATTERN, _COLUMN = '{"grpo": "runs/grpo-*"}', '{"reward": "critic/rewards/mean"}'
+
+
+def _words(name: str, given: Any, example: str) -> list[str]:
+    """`KEY=VALUE` of each; `name`: the argument. Raises `SettingError` for what is no mapping of texts or paths."""
+    if not isinstance(given, Mapping):
+        raise SettingError(f"compare: {name}: must be a dict, such as {example}, not a {type(given).__name__}")
+    for key, value in given.items():
+        if not isinstance(value, str | Path):
+            raise SettingError(f"compare: {name}: {key} is a {type(value).__name__}; it must be one text, as in {example}")
+    return [f"{key}={value}" for key, value in given.items()]
 
 
 def _options(kind: Callable[..., ComparisonOptions], options: Mapping[str, Any]) -> ComparisonOptions:

@@ -206,6 +206,15 @@ def test_one_run_an_arm_is_no_test(tmp_path: Path) -> None:
     assert found.study.comparison.tests == 0
 
 
+def test_the_caption_tells_of_differences_and_of_b_only_where_they_are(tmp_path: Path) -> None:
+    arms = [jsonl(tmp_path, arm, good) for arm in ("a", "b")]
+    alone, both = (compare_curves(given, (), NO_FIT).caption for given in (arms[:1], arms))
+    assert ("differences are" in alone, "differences are paired by seed" in both) == (False, True)
+    welch = compare_curves(written(tmp_path, trainer_state, name=""), (), NO_FIT)
+    assert any(row.smallest_difference is not None for row in welch.rows)
+    assert ("runs of each arm that half of it takes" in welch.caption, "of B a factor" in welch.caption) == (True, False)
+
+
 def test_our_own_runs_are_an_arm_beside_those_of_another_trainer(tmp_path: Path) -> None:
     own_records(tmp_path / "own")
     curves = [f"ours={tmp_path}/own/grpo-*", written(tmp_path / "logs", trainer_state)[1]]
@@ -396,6 +405,11 @@ def lines(steps: Sequence[int], axis: str = "step", name: str = "reward") -> str
         ({"x.jsonl": lines([1])}, ("--curves", "a={}/x.jsonl", "--curves", "b={}/*.jsonl"), "is a run of a already"),
         ({"x.csv": "epoch,reward\n1,2\n"}, ("--curves", "a={}/x.csv"), "has no column of steps; it has epoch, reward"),
         ({"x.csv": "step,reward\n0.5,2\n"}, ("--curves", "a={}/x.csv"), "step holds 0.5, and steps are whole numbers"),
+        (
+            {"x.jsonl": '{"step": "1", "reward": 1}\n'},
+            ("--curves", "a={}/x.jsonl"),
+            "step holds the text '1', and steps are whole numbers",
+        ),
         ({"x.csv": "step,reward\n1,2,\n2,3,4\n"}, ("--curves", "a={}/x.csv"), "row 3 has 3 cells, and the header names 2"),
         ({"x.csv": "step,reward,reward\n1,2,3\n"}, ("--curves", "a={}/x.csv"), "has several columns named reward"),
         (

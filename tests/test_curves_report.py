@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,7 +102,12 @@ def test_an_output_that_holds_something_else_is_never_replaced(tmp_path: Path, c
     assert "holds no curves.json" in refused(aggcli(capsys, "compare", *curves, "--output", out, "--overwrite"))
     assert "is a file" in refused(aggcli(capsys, "compare", *curves, "--output", out / "mine.txt"))
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
-    put(out / "curves.json", "{}")
+    for foreign in ("{}", '{"mine": 1}', '{"schema": 1, "kind": "mine"}'):
+        put(out / "curves.json", foreign)
+        assert "is not replaced" in refused(aggcli(capsys, "compare", *curves, "--output", out, "--overwrite"))
+        assert (out / "curves.json").read_text() == foreign
+    assert aggcli(capsys, "compare", *curves, "--output", tmp_path / "first", "--no-fit").code == 0
+    put(out / "curves.json", (tmp_path / "first" / "curves.json").read_text())
     for name in ("pg_loss_by_rank.png", "own.png"):
         put(out / "figures" / name, "of before")
     told = aggcli(capsys, "compare", *curves, "--output", out, "--overwrite", "--no-fit")
@@ -236,12 +242,17 @@ def test_python_compares_curves_as_the_command_line_does(tmp_path: Path, capsys)
     told = json.loads(aggcli(capsys, "compare", *words_).out)
     assert found.as_json() == {**told, "report": str(tmp_path / "o" / "figures" / "report.html")}
     assert package.compare(tmp_path / "o").as_json()["answer"] == told["answer"]
-    for wrong, said in (
+    refusals: list[tuple[Any, str]] = [
         ({"curves": given, "directories": tmp_path}, "give directories or curves"),
         ({"directories": tmp_path, "metrics": {"reward": "x"}}, "are of curves"),
         ({}, "give results directories, or curves"),
+        ({"curves": {}}, "curves: names no arm"),
+        ({"curves": words(curves)}, "curves: must be a dict"),
+        ({"curves": {"a": [tmp_path]}}, "curves: a is a list; it must be one text"),
+        ({"curves": given, "metrics": ["reward=x"]}, "metrics: must be a dict"),
         ({"curves": given, "wndow": 1}, "unexpected keyword argument 'wndow'"),
-    ):
+    ]
+    for wrong, said in refusals:
         with pytest.raises(SettingError, match=re.escape(said)):
             package.compare(**wrong)
     with pytest.raises(RecordError, match=re.escape("is no log that is read here")):

@@ -50,8 +50,20 @@ def test_copies_of_a_run_are_named(tmp_path: Path) -> None:
     x, y, z = (rewards(tmp_path, name, values | more) for name, more in (("x", {}), ("y", {3: 1.0}), ("z", {2: 0.5})))
     notes = read_arms([f"a={x}", f"b={tmp_path}/[yz].jsonl"]).notes
     said = [note for note in notes if "the same numbers" in note]
-    assert said == [f"{y} holds the same numbers as {x} at all 3 steps that both have; if it is one run, give it once"]
+    whole = "in the one column and at all 3 steps that both have; if it is one run, give it once"
+    assert said == [f"{y} holds the same numbers as {x} {whole}"]
     assert z.exists()
+    for name, lr in (("lr", 0.5), ("other_lr", 0.25), ("no_lr", None)):  # a column that is not read as a measure
+        rows = [{"step": at, "reward": r, **({} if lr is None else {"lr": lr / (at + 1)})} for at, r in values.items()]
+        put(tmp_path / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    said = lambda one, other: [  # noqa: E731
+        note for note in read_arms([f"{at}={tmp_path}/{at}.jsonl" for at in (one, other)]).notes if "same numbers" in note
+    ]
+    assert (len(said("lr", "no_lr")), said("lr", "other_lr")) == (1, [])
+    (tmp_path / "copy.jsonl").write_text((tmp_path / "lr.jsonl").read_text())
+    assert "in all 2 columns and at all 3 steps" in said("lr", "copy")[0]
+    runs = Path(__file__).parent / "data" / "trl_runs"
+    assert not [one for one in read_arms([f"{at}={runs}/{at}-*" for at in ("dapo", "dr_grpo")]).notes if "same numbers" in one]
 
 
 def test_the_event_files_of_a_resumed_run_are_joined_by_step_and_the_later_number_counts(tmp_path: Path) -> None:
@@ -97,6 +109,11 @@ def test_runs_of_different_length_are_compared_where_all_of_them_are(tmp_path: P
     row = next(one for one in found.rows if (one.outcome, one.mode) == ("raw_reward", "b"))
     assert (row.difference, row.compared_where, row.baseline_pair_mean) == (0.5, "step 11", 0.125)
     assert "b and a: 12 common steps; 8 are missing in some run, left out" in found.notes
+    rewards(tmp_path, "b-seed0", dict.fromkeys(range(9), 0.5))
+    rewards(tmp_path, "a-seed0", dict.fromkeys(range(15), 0.5))
+    notes = compare_curves([long, f"b={tmp_path}/b-*"], (), NO_FIT).notes
+    for own in ("a: 15 common steps; 5 are", "b: 9 common steps; 3 are", "b and a: 9 common steps; 11 are"):
+        assert f"{own} missing in some run, left out" in notes
 
 
 def test_curves_are_fitted_by_steps_where_tokens_are_not_logged(tmp_path: Path) -> None:

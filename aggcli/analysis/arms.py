@@ -123,20 +123,42 @@ def _run_of(place: Path) -> Path:
 
 
 def _alike(arms: Mapping[str, Sequence[_Read]]) -> list[str]:
-    """Runs that hold the same numbers, as copies of one do, and two of an arm are no two samples."""
-    runs = [one.run for own in arms.values() for one in own]
+    """Runs that hold the same numbers in every column that both have, read or not, as copies of one do: they are no two
+    samples. Of our own runs the columns are their measures."""
+    reads = [one for own in arms.values() for one in own]
     said = []
-    for at, run in enumerate(runs):
-        for other in runs[:at]:
-            _, mine, theirs = np.intersect1d(run.steps, other.steps, assume_unique=True, return_indices=True)
-            pairs = [(run.measures[name][mine], other.measures[name][theirs]) for name in _COMPARED]
-            pairs = [(own, base) for own, base in pairs if np.isfinite(own).any()]
-            if len(mine) > 1 and pairs and all(np.array_equal(own, base, equal_nan=True) for own, base in pairs):
+    for at, one in enumerate(reads):
+        for other in reads[:at]:
+            steps, pairs = _in_both(one, other)
+            if len(steps) > 1 and pairs and all(np.array_equal(own, base, equal_nan=True) for own, base in pairs):
+                named, like_it = (read.run.source or read.run.directory for read in (one, other))
+                columns = f"all {len(pairs)} columns" if len(pairs) > 1 else "the one column"
                 said.append(
-                    f"{run.source or run.directory} holds the same numbers as {other.source or other.directory} at all"
-                    f" {len(mine)} steps that both have; if it is one run, give it once"
+                    f"{named} holds the same numbers as {like_it} in {columns} and at all {len(steps)} steps that both have; if"
+                    " it is one run, give it once"
                 )
     return said if len(said) < 4 else [*said[:3], f"and so do {plural(len(said) - 3, 'other pair')} of runs"]
+
+
+def _in_both(one: _Read, other: _Read) -> tuple[np.ndarray, list[tuple[Floats, Floats]]]:
+    """The steps [E] that both runs have, and of each column that both have numbers in its own at these [E], NaN where there is
+    none. No column where both have no measure of `_COMPARED`."""
+    steps, own, base = np.intersect1d(one.run.steps, other.run.steps, assume_unique=True, return_indices=True)
+    measures = {name: (one.run.measures[name][own], other.run.measures[name][base]) for name in MEASURES}
+    pairs = {name: pair for name, pair in measures.items() if all(np.isfinite(values).any() for values in pair)}
+    if not pairs.keys() & set(_COMPARED):
+        return steps, []
+    if one.log is not None and other.log is not None:
+        (mine, steps_of_mine), (theirs, steps_of_theirs) = ((log, _all_steps(log)) for log in (one.log, other.log))
+        steps = np.intersect1d(steps_of_mine, steps_of_theirs, assume_unique=True)
+        names = sorted(mine.columns.keys() & theirs.columns.keys())
+        columns = {name: (_at(mine, name, steps), _at(theirs, name, steps)) for name in names}
+        pairs = {name: pair for name, pair in columns.items() if any(np.isfinite(values).any() for values in pair)}
+    return steps, list(pairs.values())
+
+
+def _all_steps(log: Log) -> np.ndarray:
+    return np.unique(np.concatenate([own for own, _ in log.columns.values()]))
 
 
 # -- one run --------------------------------------------------------------------------------------------------------

@@ -301,11 +301,11 @@ def _notes(
         if holes:
             said.append(f"{label}: no tokens are counted behind a missing step, in {len(holes)} of {plural(len(runs), 'run')}")
     for label, estimate in next(iter(outcomes.values()), {}).items():
-        common = estimate.pair.common if estimate.pair else estimate.common
-        if common is not None and common.dropped:
-            against = f" and {base}" if label != base else ""
-            steps = plural(common.points, "common step")
-            said.append(f"{label}{against}: {steps}; {plural(common.dropped, 'is', 'are')} missing in some run, left out")
+        own, paired_with = estimate.common, estimate.pair.common if estimate.pair else None
+        for against, common in (("", own), (f" and {base}", paired_with)):
+            if common is not None and common.dropped:
+                steps = plural(common.points, "common step")
+                said.append(f"{label}{against}: {steps}; {plural(common.dropped, 'is', 'are')} missing in some run, left out")
     return said
 
 

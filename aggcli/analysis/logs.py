@@ -295,7 +295,8 @@ def _axis(path: Path, names: Iterable[str], axis: str | None) -> str:
 def _step(path: Path, axis: str, value: Any) -> int:
     number = _number(value)
     if number is None or not (number.is_integer() and 0 <= number < 2**53):
-        raise RecordError(f"{path}: {axis} holds {value}, and steps are whole numbers from 0 on")
+        held = f"the text {value!r}" if isinstance(value, str) else value
+        raise RecordError(f"{path}: {axis} holds {held}, and steps are whole numbers from 0 on")
     return int(number)
 
 

@@ -14,7 +14,6 @@ from aggcli.cli.options import (
     ConfigOption,
     DryRunOption,
     JsonOption,
-    OutputOption,
     OverwriteOption,
     ResumeOption,
     SamplesOption,
@@ -79,7 +78,16 @@ def compare(
         list[str] | None,
         typer.Argument(metavar="DIR|ROLLOUTS", help="Results directories, or rollouts as --rollouts. Not both."),
     ] = None,
-    output: OutputOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Results directory (default: new, in results/). With --curves: a folder for curves.json, figures and page"
+            " (default: none), which is no results directory.",
+        ),
+    ] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
     json: JsonOption = False,

@@ -26,7 +26,7 @@ def compare_curves(
 ) -> ComparisonResult:
     """Compare runs that other trainers made, by arm. `curves`: `NAME=PATTERN`, an arm each; `metrics`: `KEY=COLUMN`
     (`aggcli.analysis.arms`); `output`: a folder for `curves.json`, the figures and the page; `overwrite`: whether it may hold
-    those of another comparison. Raises `SettingError` and `RecordError`.
+    those of another comparison, which alone are replaced. Raises `SettingError` and `RecordError`.
     """
     asked = options or ComparisonOptions()
     if output is not None:
@@ -70,6 +70,12 @@ def _need_free(output: Path, *, overwrite: bool) -> None:
             raise RecordError(f"--output {output}: already holds something; choose another folder or give --overwrite")
         if not holds_curves(output):
             raise RecordError(f"--output {output}: holds no {CURVES}, so it is no comparison of logs; choose another folder")
+        try:
+            read_curves(output)
+        except RecordError as error:
+            raise RecordError(
+                f"--output {output}: its {CURVES} is none that this version wrote, and is not replaced; choose another folder"
+            ) from error
     elif output.exists():
         raise RecordError(f"--output {output}: is a file; choose a folder")
 

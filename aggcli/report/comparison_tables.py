@@ -145,7 +145,8 @@ def caption(
     shape = f" [95 % interval over {over}, by Student's t]"
     if half_widths:
         shape = f" and 95 % interval over {over}, by Student's t: ± half its width where it is symmetric, else [from, to]"
-    said = [f"Mean{shape}; differences are {'paired by seed' if paired else 'of the means of runs that are not paired'}."]
+    differences = f"; differences are {'paired by seed' if paired else 'of the means of runs that are not paired'}"
+    said = [f"Mean{shape}{differences if any(row.difference is not None for row in rows) else ''}."]
     said += [*_bounded(rows), *_logarithmic(rows), *own_means]
     tested = [row for row in rows if row.p_holm is not None]
     if tested:
@@ -157,10 +158,12 @@ def caption(
         said += ["Each interval holds for itself at 95 %, uncorrected."] if tests > 1 else []
         if marked and any(row.smallest_difference is not None or row.no_smallest_difference for row in rows):
             needed = over if paired else "runs of each arm"
+            factored = any(row.outcome == RATIO and row.smallest_difference is not None for row in rows)
+            of_ratios = " (of B a factor, and its root)" if factored else ""
             said.append(
                 f"Could show: the smallest difference that 80 % of such comparisons, each by the spread of its own {over},"
                 f" would have shown at the level that it was tested at, and the {needed} that half of it takes if the spread"
-                " stays (of B a factor, and its root); no possible difference: it lies beyond the outcome's range."
+                f" stays{of_ratios}; no possible difference: it lies beyond the outcome's range."
             )
         if paired and any(row.difference is not None and row.difference_low is None for row in tested):
             said.append("A difference that is the same in all seeds has no interval, and its p is the sign-flip's.")
