@@ -132,7 +132,7 @@ def test_an_empty_step_between_two_full_ones_is_left_out_of_the_means_and_said(c
     )
     assert told.code == 0, told.err
     assert "(mean of the 2 of 3 steps with a gradient)" in " ".join(told.out.split())
-    assert "note: step 1: no trained token at all: the step is empty and takes no optimizer step" in told.err
+    assert "note: step 1 (1.jsonl): no trained token at all: the step is empty and takes no optimizer step" in told.err
 
 
 @pytest.mark.parametrize("command", [("compare", "--rollouts"), ("inspect",)])
