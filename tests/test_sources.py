@@ -15,7 +15,7 @@ from aggcli.errors import RolloutError
 from aggcli.jobs import replay as replaying
 from aggcli.rollouts.jsonl import read_jsonl
 from aggcli.rollouts.slime import read_slime
-from aggcli.rollouts.sources import RecordedSource, detect_format, open_source
+from aggcli.rollouts.sources import RecordedPart, detect_format, open_source
 from tests.cli import aggcli, refused, write_jsonl
 from tests.fixtures import fx_b
 
@@ -125,8 +125,8 @@ def test_steps_that_fit_together_into_a_bounded_memory_are_read_once_and_others_
     of 56 (lengths, ids, a reward); the numbers are the same either way."""
     asked = ("compare", "--rollouts", "example", "--modes", "token_mean", "--json", "--output", tmp_path / "o", "--overwrite")
     losses = [step["modes"]["token_mean"]["pg_loss"] for step in aggcli(capsys, *asked).steps]
-    read, count = RecordedSource._read, []
-    monkeypatch.setattr(RecordedSource, "_read", lambda *given: count.append(1) or read(*given))
+    read, count = RecordedPart.batches, []
+    monkeypatch.setattr(RecordedPart, "batches", lambda part: count.append(1) or read(part))
     monkeypatch.setattr(replaying, "KEPT", kept)
     assert [step["modes"]["token_mean"]["pg_loss"] for step in aggcli(capsys, *asked).steps] == losses
     assert len(count) == reads
