@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 import aggcli as program
-from aggcli.config import settings_from
+from aggcli.config import RunConfig, settings_from
 from aggcli.layout.schedule import parse_layout
 from aggcli.policy.causal_lm import causal_start
-from aggcli.training.gradients import WHOLE, cosines_of, group_of, mode_gradients, norms_of
+from aggcli.training.gradients import WHOLE, ModeGradients, cosines_of, group_of, mode_gradients, norms_of
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE
 from tests import closed_form
@@ -45,12 +46,29 @@ def _samples() -> list[dict[str, Any]]:
     ]
 
 
-def _token_losses(module: Any, sample: dict[str, Any]) -> Tensor:
-    """The clipped loss of each response token, by the model's own logits, [T]."""
-    ids = torch.tensor(sample["tokens"])
-    length = sample["response_length"]
+def _log_probs(module: Any, sample: dict[str, Any]) -> Tensor:
+    """Of each response token, by the model's own logits, [T]."""
+    ids, length = torch.tensor(sample["tokens"]), sample["response_length"]
     all_LV = torch.log_softmax(module(input_ids=ids[None]).logits[0], -1)[-length - 1 : -1]
-    new_T = all_LV.gather(1, ids[-length:, None])[:, 0]
+    return all_LV.gather(1, ids[-length:, None])[:, 0]
+
+
+def _found(module: Any, samples: list[dict[str, Any]], config: RunConfig, modes: Sequence[str]) -> ModeGradients:
+    """What is under test, in several micro-batches."""
+    objectives = [config.objective.under(rule) for rule in rules_named(modes, config.objective)]
+    runs = [RunSpec(objective.loss_aggregation.name, 0, objective, 0.0) for objective in objectives]
+    step = batch_of(samples)
+    tokens_SL = torch.zeros(len(samples), 11, dtype=torch.int64)
+    for at, sample in enumerate(samples):
+        tokens_SL[at, : sample["total_length"]] = torch.tensor(sample["tokens"])
+    policy = causal_start(module, config).stack([0.0], ALONE)
+    layout = parse_layout("dp1:first-fit@20")
+    return mode_gradients(policy, runs, step, tokens_SL, layout, config.objective, step.old_log_probs_T)
+
+
+def _token_losses(module: Any, sample: dict[str, Any]) -> Tensor:
+    """The clipped loss of each response token, [T]."""
+    new_T = _log_probs(module, sample)
     ratio_T = torch.exp(new_T - torch.tensor(sample["old_log_probs"], dtype=torch.float64))
     advantage_T = torch.tensor(sample["advantage"], dtype=torch.float64)
     return torch.maximum(-ratio_T * advantage_T, -ratio_T.clamp(0.8, 1.2) * advantage_T)
@@ -60,15 +78,7 @@ def _token_losses(module: Any, sample: dict[str, Any]) -> Tensor:
 def test_norms_and_cosines_are_those_of_gradients_taken_one_by_one(family: str) -> None:
     module, samples = tiny(family), _samples()
     config = settings_from({"dtype": "float64", "loss_aggregation_divisor": DIVISOR, "loss_aggregation": "constant"})
-    objectives = [config.objective.under(rule) for rule in rules_named(MODES, config.objective)]
-    runs = [RunSpec(objective.loss_aggregation.name, 0, objective, 0.0) for objective in objectives]
-    step = batch_of(samples)
-    tokens_SL = torch.zeros(len(samples), 11, dtype=torch.int64)
-    for at, sample in enumerate(samples):
-        tokens_SL[at, : sample["total_length"]] = torch.tensor(sample["tokens"])
-    policy = causal_start(module, config).stack([0.0], ALONE)
-    layout = parse_layout("dp1:first-fit@20")  # several micro-batches
-    found = mode_gradients(policy, runs, step, tokens_SL, layout, config.objective, step.old_log_probs_T)
+    found = _found(module, samples, config, MODES)
     named = list(module.named_parameters())
     expected = []
     for mode in MODES:
@@ -102,22 +112,12 @@ def test_the_gradient_of_each_policy_loss_is_weight_times_slope_through_the_mode
     generator = torch.Generator().manual_seed(5)
     new: list[Tensor] = []
     for sample in samples:
-        ids, length = torch.tensor(sample["tokens"]), sample["response_length"]
-        all_LV = torch.log_softmax(module(input_ids=ids[None]).logits[0], -1)[-length - 1 : -1]
-        new.append(all_LV.gather(1, ids[-length:, None])[:, 0])
-        noise_T = 0.3 * torch.randn(length, generator=generator, dtype=torch.float64)
+        new.append(_log_probs(module, sample))
+        noise_T = 0.3 * torch.randn(sample["response_length"], generator=generator, dtype=torch.float64)
         sample |= {"log_probs": new[-1].tolist(), "old_log_probs": (new[-1].detach() + noise_T).tolist()}
         sample["advantage"] = sample["advantage"][0]
     config = settings_from({"dtype": "float64", "policy_loss": name, "eps_clip": LOW, "eps_clip_high": HIGH})
-    objectives = [config.objective.under(rule) for rule in rules_named(("sample_mean", "token_mean"), config.objective)]
-    runs = [RunSpec(objective.loss_aggregation.name, 0, objective, 0.0) for objective in objectives]
-    step = batch_of(samples)
-    tokens_SL = torch.zeros(len(samples), 11, dtype=torch.int64)
-    for at, sample in enumerate(samples):
-        tokens_SL[at, : sample["total_length"]] = torch.tensor(sample["tokens"])
-    policy = causal_start(module, config).stack([0.0], ALONE)
-    layout = parse_layout("dp1:first-fit@20")  # several micro-batches
-    found = mode_gradients(policy, runs, step, tokens_SL, layout, config.objective, step.old_log_probs_T)
+    found = _found(module, samples, config, ("sample_mean", "token_mean"))
     _, slopes = by_hand(name, samples)
     named = list(module.named_parameters())
     by_hand_MQ, by_token_MT = [], []
