@@ -50,7 +50,8 @@ def no_sinks(directory: Path, manifest: Mapping[str, Any]) -> Sequence[Sink]:
 
 
 class RunWriter:
-    """Writes one run directory. Opened before the work starts; every line is on disk before the next step begins.
+    """Writes one run: the directory `name` in a results directory that is there ("." for that directory itself). Opened
+    before the work starts; every line is on disk before the next step begins.
 
     With `resume_at`, goes on in a directory that a run has left: lines of rollout steps from that one on are cut off (a backup
     keeps them), and what comes is appended. `timed`: the run has rollout steps, which `timing` records. Raises `RecordError`
@@ -60,20 +61,21 @@ class RunWriter:
 
     def __init__(
         self,
-        directory: Path,
+        results: Path,
+        name: str,
         manifest: Mapping[str, Any],
         resume_at: int | None = None,
         open_sinks: OpenSinks = no_sinks,
         *,
         timed: bool = False,
     ) -> None:
-        self.directory = directory
+        self.directory = directory = results / name
         self.manifest = {"schema": SCHEMA, **manifest}
         self._sinks: Sequence[Sink] = ()
         self._files: dict[str, TextIO] = {}
         names = (METRICS, LAYOUTS, TIMINGS) if timed else (METRICS, LAYOUTS)
         refuse_links(directory / name for name in (*names, SAMPLES, TENSORBOARD))
-        directory.mkdir(parents=True, exist_ok=True)
+        _make_inside(results, name)
         write_manifest(directory, {**self.manifest, "status": "running"})
         try:
             self._open(names, resume_at, open_sinks)
@@ -204,6 +206,21 @@ def _named(name: str, work: Callable[[], object]) -> None:
         raise OSError(error.errno, error.strerror, name) from None
 
 
+def _make_inside(results: Path, name: str) -> None:
+    """A folder in a results directory; one that was removed is not made again, for the part of a run that would be in it."""
+    if not results.is_dir():
+        raise _gone(results)
+    try:
+        for at in range(len(Path(name).parts)):
+            results.joinpath(*Path(name).parts[: at + 1]).mkdir(exist_ok=True)
+    except FileNotFoundError:
+        raise _gone(results) from None
+
+
+def _gone(path: Path) -> RecordError:
+    return RecordError(f"{path}: was removed or moved while it was being written; the run ends here")
+
+
 def _need_in_place(file: TextIO) -> None:
     """A file that was removed or moved still takes lines, which nobody would ever find."""
     try:
@@ -211,4 +228,4 @@ def _need_in_place(file: TextIO) -> None:
     except FileNotFoundError:
         in_place = False
     if not in_place:
-        raise RecordError(f"{file.name}: was removed or moved while it was being written; the run ends here")
+        raise _gone(Path(file.name))

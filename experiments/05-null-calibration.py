@@ -97,7 +97,7 @@ def record(folder: Path, runs: int, settings: Mapping[str, Any], say: Any = lamb
         with ExitStack() as open_files:
             writers = {
                 run.name: open_files.enter_context(
-                    RunWriter(folder / run.name, {"kind": "run", "mode": run.mode, "seed": run.seed, **shared})
+                    RunWriter(folder, run.name, {"kind": "run", "mode": run.mode, "seed": run.seed, **shared})
                 )
                 for run in stack
             }

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from aggcli.errors import RecordError
+from aggcli.run_writer import RunWriter
 from tests.cli import aggcli, environment, refused, write_jsonl
 from tests.fixtures import fx_a
 
@@ -133,12 +135,20 @@ def test_results_that_are_removed_or_moved_while_a_run_goes_on_are_noticed_at_th
     while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 1):
         time.sleep(0.01)
     if how == "removed":
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        while (tmp_path / "out").exists():  # again where a run was still being opened in it meanwhile
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
     else:
         (tmp_path / "out").rename(tmp_path / "away")
     _, said = process.communicate(timeout=60)
     assert process.returncode == 2, said
     assert "was removed or moved while it was being written; the run ends here" in said.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["token_mean/seed-0", "."])
+def test_a_run_is_not_opened_in_results_that_were_removed(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RecordError, match="out: was removed or moved while it was being written; the run ends here"):
+        RunWriter(tmp_path / "out", name, {})
     assert not (tmp_path / "out").exists()
 
 

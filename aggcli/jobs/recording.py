@@ -167,7 +167,7 @@ class Stack:
                 folder = self.directory / run.name
                 if folder != self.directory and not records.is_inside(self.directory, run.name):
                     raise RecordError(f"{folder}: leads out of the results directory; replace the link by what it stands for")
-                return RunWriter(folder, _manifest(run, shared), resume_at, open_sinks, timed=True)
+                return RunWriter(self.directory, run.name, _manifest(run, shared), resume_at, open_sinks, timed=True)
 
             yield {run.name: stack.enter_context(opened(run)) for run in runs}
 

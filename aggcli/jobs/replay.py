@@ -274,12 +274,11 @@ class Recorder:
             self.directory = ownership.fresh_directory(self.request.output, name, overwrite=self.request.overwrite)
             self.sinks = Sinks(self.request.config.log_to, self.directory)
         compares = self.request.command == "compare"
-        place = self.directory / rule if compares else self.directory
         facts = {"kind": "run", "mode": rule, **self._facts(rule)}
         self.recorded.append(rule)
         if compares:  # before its folder is there, which would not be known as aggcli's own if the program ended here
             write_manifest(self.directory, {**self._comparison(), "status": "running"})
-        self.writers[rule] = RunWriter(place, facts, open_sinks=self.sinks.of_run)
+        self.writers[rule] = RunWriter(self.directory, rule if compares else ".", facts, open_sinks=self.sinks.of_run)
         return self.writers[rule]
 
     def _facts(self, rule: str | None) -> dict[str, Any]:
