@@ -1,4 +1,4 @@
-"""What a command imports before it works: help and completion nothing heavy, and what reads records never torch."""
+"""What a command imports: help and completion nothing heavy, readers of records no torch, one run nothing of a comparison."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _imported(*arguments: object, **variables: str) -> set[str]:
-    """The packages that `aggcli` with these arguments has imported at its end."""
+    """The modules that `aggcli` with these arguments has imported at its end, of whatever package."""
     program = (
         "import sys; from aggcli.cli.main import main; code = main(sys.argv[1:])\n"
-        "print('IMPORTED', *{name.partition('.')[0] for name in sys.modules}); sys.exit(code)"
+        "print('IMPORTED', *sys.modules); sys.exit(code)"
     )
     told = completed("-c", program, *arguments, env=environment(**variables))
     assert told.returncode == 0, told.stderr
@@ -63,6 +63,14 @@ def test_figures_and_comparisons_of_results_that_are_there_never_import_torch(re
         assert "torch" not in found, arguments
     assert "torch" in _imported("compare", "--rollouts=example", "--output", tmp_path / "again")
     assert "torch" in sys.modules, "this process has it, so the others would have had it too"
+
+
+@pytest.mark.slow
+def test_a_single_run_imports_nothing_that_only_comparisons_and_figures_need(tmp_path: Path) -> None:
+    found = _imported("run", "--steps=1", "--rollout-batch-size=2", "--evaluation-prompts=2", "--output", tmp_path / "run")
+    assert "torch" in found
+    assert not found & {"pandas", "matplotlib", "jinja2"}
+    assert "scipy.stats" not in found, "which takes a second, half of what torch does"
 
 
 @pytest.mark.parametrize(

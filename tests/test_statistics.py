@@ -72,6 +72,24 @@ def test_the_sign_flip_p_is_the_share_of_sign_patterns_counted_one_by_one(n: int
         assert found.p == pytest.approx(by_brute_force(differences))
 
 
+def test_differences_that_cancel_but_for_rounding_are_no_further_out_than_any_others():
+    """0.1 + 0.2 - 0.3 is 0, and no sum of these numbers with other signs is nearer to it; 0.7 + 0.1 - 0.8 likewise."""
+    for differences in ([0.1, 0.2, -0.3], [0.7, 0.1, -0.8], [0.1, 0.7, -0.8, 0.4, -0.4]):
+        found = sign_flip(differences)
+        assert found is not None
+        assert found.p == 1.0
+
+
+@pytest.mark.parametrize("n", [4, 5, 7, 10])
+def test_the_t_test_and_the_interquartile_mean_are_those_of_scipy(n: int):
+    for seed in range(5):
+        values = np.random.default_rng([n, seed]).normal(0.3, 1.0, n).tolist()
+        found = paired_test(seeds(values), seeds([0.0] * n))
+        assert found is not None
+        assert found.p == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue, rel=1e-12)
+        assert interquartile_mean(values) == pytest.approx(stats.trim_mean(values, 0.25), rel=1e-12)
+
+
 @pytest.mark.parametrize("n", [2, 3, 5, 10, 14])
 def test_differences_of_one_sign_reach_the_floor_of_two_in_two_to_the_n(n: int):
     found = sign_flip([0.1 + 0.01 * at for at in range(n)])

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import optimize, stats
+from scipy.special import fdtrc, stdtr
 
 from aggcli.analysis.sigmoid import EXPONENTS, CurveParameters, Floats, Grid, Search, adapted_grid, grid_search, sigmoid, slopes
-from aggcli.analysis.statistics import CONFIDENCE, Interval
+from aggcli.analysis.statistics import Interval, student_t, welch_error
 from aggcli.measurement.words import plural
 
 MOST_POINTS = 100
@@ -99,6 +99,8 @@ def bent_p_value(C: Floats, R: Floats, squares: float, start: float | None) -> f
         solved = np.linalg.lstsq(columns, target, rcond=None)[0]
         return float(((target - columns @ solved) ** 2).sum())
 
+    from scipy import optimize  # half a second to import, and only fits come here
+
     trials = np.linspace(math.log(EXPONENTS[0]), math.log(EXPONENTS[1]), 40)
     nearest = int(np.argmin([left_over(one) for one in trials]))
     around = (trials[max(nearest - 1, 0)], trials[min(nearest + 1, len(trials) - 1)])
@@ -107,7 +109,7 @@ def bent_p_value(C: Floats, R: Floats, squares: float, start: float | None) -> f
     if power <= 1e-12 * total:
         return 1.0
     freedom = len(C) - (4 if start is None else 3)
-    return float(stats.f.sf(max(power - squares, 0.0) / max(squares / freedom, 1e-300), 1, freedom))
+    return float(fdtrc(1, freedom, max(power - squares, 0.0) / max(squares / freedom, 1e-300)))
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------
@@ -128,15 +130,18 @@ def points_of(compute: ArrayLike, reward: ArrayLike) -> tuple[Floats, Floats]:
 def _rises(R: Floats) -> bool:
     quarter = max(2, len(R) // 4)
     first, last = R[:quarter], R[-quarter:]
-    if np.ptp(first) == 0 and np.ptp(last) == 0:
+    scale = max(float(np.ptp(part)) for part in (first, last))
+    if scale == 0:
         return bool(last[0] > first[0])
-    moments = [(float(part.mean()), float(part.std(ddof=1)), quarter) for part in (last, first)]
-    # Welch's test from the moments: from the points scipy warns on stderr where a quarter is all but constant
-    return bool(stats.ttest_ind_from_stats(*moments[0], *moments[1], equal_var=False, alternative="greater").pvalue < 0.05)
+    variances = (float(np.var(last / scale, ddof=1)), float(np.var(first / scale, ddof=1)))
+    error, freedom = welch_error(variances, (quarter, quarter))
+    return bool(stdtr(freedom, (first.mean() - last.mean()) / scale / error) < 0.05)
 
 
 def _polished(C: Floats, R: Floats, search: Search, start: float | None) -> tuple[CurveParameters, float]:
     """The free fit that starts from the best cell, and its sum of squares; the cell itself where it finds nothing better."""
+    from scipy import optimize
+
     best = search.best
     columns = slice(None, 4 if start is None else 3)
 
@@ -161,7 +166,7 @@ def _curve(C: Floats, found: CurveParameters, squares: float, options: FitOption
     residual = math.sqrt(squares / (n - free))
     by = slopes(C, found)[:, :free]
     deviations = residual * np.sqrt(np.diag(np.linalg.pinv(by.T @ by, rcond=1e-14)))
-    A, log_B, log_mid = (float(stats.t.ppf((1 + CONFIDENCE) / 2, n - free)) * deviations[:3]).tolist()
+    A, log_B, log_mid = (student_t(n - free) * deviations[:3]).tolist()
     asymptote = Interval(found.asymptote, found.asymptote - A, found.asymptote + A, n)
     return Curve(found.start, asymptote, _by_log(found.exponent, log_B, n), _by_log(found.midpoint, log_mid, n), residual, n)
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import optimize
 
 from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
 from aggcli.analysis.histories import AXES, History, with_labels
@@ -165,6 +164,8 @@ def common_asymptote(
 
     Starts from the runs' own fits; refused runs are left aside. Returns A and the parameters of each of the others.
     """
+    from scipy import optimize  # half a second to import, and only fits come here
+
     bent = [(one.run, one.curve) for one in fitted if isinstance(one.curve, Curve)]
     data = [points_of(run.axis(axis), run.measures[measure]) for run, _ in bent]
     own = [curve for _, curve in bent]

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import expit, logit, stdtrit
+from scipy.special import expit, logit, stdtr, stdtrit
 
 from aggcli.measurement.words import plural
 
@@ -36,7 +36,7 @@ RESAMPLES = 2**14
 _FURTHEST = 300.0
 """No interval on a log scale reaches further up, which no number could hold."""
 _ROUNDING = 1e-12
-"""Differences whose spread is below this share of their size are equal but for rounding."""
+"""Differences whose spread is below this share of their size are equal but for rounding, as are sums so near to each other."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,11 @@ class DifferenceTest:
 def student_t(freedom: float) -> float:
     """How many standard errors a two-sided 95 % Student-t interval reaches with these degrees of freedom."""
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+
+
+def two_sided_p(t: float, freedom: float) -> float:
+    """The chance of a Student-t value as far from 0 as `t`, either way, with these degrees of freedom."""
+    return 2 * float(stdtr(freedom, -abs(t)))
 
 
 Bounds = tuple[float, float]
@@ -154,9 +159,11 @@ def interquartile_mean(values: Sequence[float]) -> float | None:
     Whole values are cut, floor(n/4) from each end, so 5 seeds keep 3 and 7 keep 5: `scipy.stats.trim_mean(values, 0.25)`, the
     definition of rliable (Agarwal et al., 2021, arXiv:2108.13264), and not the one that weighs the edge values by fractions.
     """
-    from scipy import stats  # a second to import, and only some callers come here
-
-    return float(stats.trim_mean(np.asarray(values, dtype=np.float64), 0.25)) if len(values) >= 4 else None
+    n, cut = len(values), len(values) // 4
+    if not cut:
+        return None
+    middle = np.partition(np.asarray(values, dtype=np.float64), (cut, n - cut - 1))[cut : n - cut]
+    return float(middle.mean())
 
 
 def paired_difference(
@@ -177,14 +184,16 @@ def sign_flip(differences: Sequence[float]) -> SignFlip | None:
     if n < 2:
         return None
     values = np.asarray(differences, dtype=np.float64)
-    if 2**n > RESAMPLES:
-        signs = np.random.default_rng(0).integers(0, 2, (RESAMPLES, n), dtype=np.int8) * 2.0 - 1
-        further = int((np.abs(signs @ values) >= abs(values.sum()) * (1 - _ROUNDING)).sum())
-        return SignFlip((further + 1) / (RESAMPLES + 1), 1 / (RESAMPLES + 1), exact=False)
-    from scipy import stats
-
-    found = stats.permutation_test((values,), np.mean, permutation_type="samples", vectorized=True, n_resamples=RESAMPLES)
-    return SignFlip(float(found.pvalue), 2 / 2**n, exact=True)
+    exact = 2**n <= RESAMPLES
+    if exact:
+        flips = np.arange(2**n)[:, None] >> np.arange(n) & 1
+    else:
+        flips = np.random.default_rng(0).integers(0, 2, (RESAMPLES, n), dtype=np.int8)
+    least = abs(values.sum()) - _ROUNDING * np.abs(values).sum()
+    further = int((np.abs((flips * 2.0 - 1) @ values) >= least).sum())
+    if exact:
+        return SignFlip(further / 2**n, 2 / 2**n, exact=True)
+    return SignFlip((further + 1) / (RESAMPLES + 1), 1 / (RESAMPLES + 1), exact=False)
 
 
 def paired_test(
@@ -204,10 +213,9 @@ def paired_test(
         return DifferenceTest(found, None, None)
     if max(differences) - min(differences) <= _ROUNDING * max(map(abs, differences)):
         return DifferenceTest(found, flipped.p, flipped)
-    from scipy import stats
-
-    _, p = stats.ttest_1samp(differences, 0.0)
-    return DifferenceTest(found, float(p), flipped, standard_deviation(differences))  # pyright: ignore[reportArgumentType]: the stubs know no pair of numbers
+    n = len(differences)
+    t = float(np.mean(differences)) / math.sqrt(float(np.var(differences)) * (n / (n - 1)) / n)
+    return DifferenceTest(found, two_sided_p(t, n - 1), flipped, standard_deviation(differences))
 
 
 def welch_test(values: Sequence[float], baseline: Sequence[float], bounds: Bounds | None = None) -> DifferenceTest:
@@ -219,17 +227,11 @@ def welch_test(values: Sequence[float], baseline: Sequence[float], bounds: Bound
     spreads = [max(own) - min(own) for own in (values, baseline)]
     if min(runs) == 1 or max(spreads) <= _ROUNDING * largest:
         return DifferenceTest(Interval(difference, None, None, min(runs)), None, None, runs=runs)
-    from scipy import stats
-
     variances = (float(np.var(values, ddof=1)), float(np.var(baseline, ddof=1)))
     error, freedom = welch_error(variances, runs)
-    # from the moments: from the numbers scipy warns on stderr where those of an arm are equal
-    found = stats.ttest_ind_from_stats(
-        difference, math.sqrt(variances[0]), runs[0], 0.0, math.sqrt(variances[1]), runs[1], False
-    )
     reach = student_t(freedom) * error
     told = cut(Interval(difference, difference - reach, difference + reach, min(runs)), bounds)
-    return DifferenceTest(told, float(found.pvalue), None, math.sqrt(sum(variances) / 2), runs, variances)  # pyright: ignore[reportArgumentType]: the stubs know no number
+    return DifferenceTest(told, two_sided_p(difference / error, freedom), None, math.sqrt(sum(variances) / 2), runs, variances)
 
 
 def welch_error(variances: tuple[float, float], runs: tuple[int, int]) -> tuple[float, float]:

@@ -75,11 +75,11 @@ class TrainingResult(Shown):
     @cached_property
     def study(self) -> Study | None:
         """What `aggcli compare DIR` finds in what was recorded; None for a single run, and where no step was recorded."""
+        if self.request.command != "compare":
+            return None
         from aggcli.analysis.histories import read_histories, without_steps
         from aggcli.analysis.study import study
 
-        if self.request.command != "compare":
-            return None
         try:
             read, _ = read_histories([self.directory])
             return study(read, silent=without_steps([self.directory], read))

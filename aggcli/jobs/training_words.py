@@ -140,7 +140,6 @@ def _of(value: float | None) -> str:
 
 def settings_in_words(result: TrainingResult) -> list[str]:
     """What was trained and how, with what dynamic sampling and the overlong penalty did, a line each."""
-    from aggcli.analysis.frames import read_frames
     from aggcli.report.tables import policy_loss_in_words
 
     config = result.request.config
@@ -156,8 +155,7 @@ def settings_in_words(result: TrainingResult) -> list[str]:
         f"{plural(training.steps, 'step')} of {of}, learning rate {training.lr:g}, "
         + ", ".join(policy_loss_in_words(vars(objective))),
     ]
-    metrics = read_frames([result.directory], only_metrics=True).metrics if training.dynamic_sampling else None
-    if metrics is not None and "groups_kept" in metrics:
+    if training.dynamic_sampling and "groups_kept" in (metrics := result.metrics):
         generated, kept = (
             float(metrics[name].to_numpy(dtype="float64").mean()) for name in ("groups_generated", "groups_kept")
         )

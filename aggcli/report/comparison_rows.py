@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from aggcli.analysis.comparison import Comparison, Estimate
-from aggcli.analysis.outcomes import Common
 from aggcli.analysis.statistics import Interval, is_shown, standard_deviation
-from aggcli.analysis.study import Curves
 from aggcli.errors import SettingError, nearest
 from aggcli.measurement import words
 from aggcli.measurement.words import number, plural
 
+if TYPE_CHECKING:
+    from aggcli.analysis.comparison import Comparison, Estimate
+    from aggcli.analysis.outcomes import Common
+    from aggcli.analysis.study import Curves
+
 TO_READ = 3
 """Significant digits of a number that is there to be read."""
+NO_DIFFERENCE = "~"
+"""Stands where no difference is shown."""
 
 
 @dataclass(frozen=True)

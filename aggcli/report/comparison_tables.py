@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
@@ -18,12 +17,10 @@ from aggcli.analysis.statistics import CONFIDENCE, RESAMPLES
 from aggcli.analysis.units import LENGTH_UNITS
 from aggcli.measurement.words import listed, number, plural, signed
 from aggcli.report.blocks import BlockTable
-from aggcli.report.comparison_rows import Row, half_width, with_half_width
+from aggcli.report.comparison_rows import NO_DIFFERENCE, Row, half_width, with_half_width
 from aggcli.report.escapes import in_csv, in_latex, in_markdown, visible
 from aggcli.report.folding import WIDTH, folded
 
-NO_DIFFERENCE = "~"
-"""Stands where no difference is shown."""
 _SAID_UNITS = (*LENGTH_UNITS.values(), "nats")
 """Units that stand beside the name of an outcome."""
 ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
@@ -83,6 +80,8 @@ def by_outcome(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def csv_text(rows: Sequence[Row]) -> str:
     """Comma-separated values with a header and every number in full; an empty cell where there is none."""
+    import pandas as pd
+
     names = [name for name in Row.__dataclass_fields__ if name not in ("head", "where", "compared_where")]
     columns = {name: [getattr(row, name) for row in rows] for name in names}
     frame = pd.DataFrame({name: pd.Series(cells, dtype=object) for name, cells in columns.items()})
@@ -103,6 +102,8 @@ def markdown_table(rows: Sequence[Row], precision: int, below: str) -> str:
 
 def latex_table(rows: Sequence[Row], precision: int, below: str) -> str:
     """A LaTeX tabular, without packages, and `below` it a caption as a comment."""
+    import pandas as pd
+
     flat = [list(map(in_latex, _flat(row, rows, precision))) for row in rows]
     frame = pd.DataFrame(flat, columns=pd.Index(list(map(in_latex, _heads(rows)))))
     drawn = frame.style.hide(axis="index").to_latex(column_format="ll" + "r" * (len(_HEADS) - 2), hrules=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
-from aggcli.analysis.comparison import Comparison, Pair
 from aggcli.analysis.final import FINAL, LAST_STEP
 from aggcli.report.blocks import BlockTable
-from aggcli.report.comparison_rows import with_half_width
-from aggcli.report.comparison_tables import NO_DIFFERENCE
+from aggcli.report.comparison_rows import NO_DIFFERENCE, with_half_width
+
+if TYPE_CHECKING:
+    from aggcli.analysis.comparison import Comparison, Pair
 
 _HEADS = {
     "accuracy": "accuracy ↑",
