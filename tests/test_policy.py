@@ -210,14 +210,24 @@ def test_padding_never_reaches_a_real_token(packed: bool):
         torch.testing.assert_close(slope, changed, rtol=0, atol=1e-13)
 
 
-def test_each_bin_holds_every_row_once_and_padding_is_small():
+def test_every_token_is_taken_from_a_row_that_holds_it_and_padding_is_small():
     tokens_RBL, length_RB = rows_of(3, groups=16, repeats=8)
     tokens_RBL[:, :, PROMPT] = torch.arange(128) + 7  # no row begins as another does
     packing = pack(tokens_RBL, PROMPT, length_RB)
-    read = int((length_RB - 1).clamp(min=0).sum(-1).max())
-    flat = packing.tokens_RT.shape[1]
-    assert flat == 16 * PROMPT + sum(piece.rows * piece.length for piece in packing.bins)
-    assert flat < 1.3 * (read + 16 * PROMPT)
+    read_R = (length_RB - 1).clamp(min=0).sum(-1)
+    T = packing.tokens_RT.shape[1]
+    assert int(read_R.max()) + 16 * PROMPT == T
+    held_M = torch.cat([piece.token_NL.flatten() for piece in packing.bins])
+    for run, taken_T in enumerate(packing.taken_RT):
+        real = 16 * PROMPT + int(read_R[run])
+        assert held_M[taken_T[:real]].tolist() == list(range(run * T, run * T + real))
+        assert set(taken_T[real:].tolist()) <= {len(held_M)}
+    for rows in packing.bins[1:]:  # what a row is padded with is its own first token
+        assert rows.prompt_N is not None
+        assert (rows.token_NL // T == rows.prompt_N[:, None] // 16).all()
+        place_NL = packing.positions_RT.flatten()[rows.token_NL] - PROMPT
+        assert ((place_NL == torch.arange(place_NL.shape[1])) | (rows.token_NL == rows.token_NL[:, :1])).all()
+    assert len(held_M) < 1.3 * (3 * 16 * PROMPT + int(read_R.sum()))
     places = packing.predicted_at_RBC[packing.valid_RBC & (torch.arange(11) > 0)]
     per_run = (length_RB - 1).clamp(min=0).sum(-1).tolist()
     for run, own in enumerate(places.split(per_run)):
@@ -235,18 +245,35 @@ def alike(runs: int) -> tuple[Tensor, Tensor]:
     return rows[order], length[order]
 
 
-def test_rows_that_begin_alike_are_read_once_and_never_across_prompts():
+def test_beginnings_that_rows_share_are_read_once_and_never_across_prompts():
     tokens_RBL, length_RB = alike(2)
     packing = pack(tokens_RBL, PROMPT, length_RB)
-    # prompt 6: 3141 holds all; prompt 0: 2222, 3141, 3140
-    assert packing.tokens_RT.shape[1] == 2 * PROMPT + 4 * 4
-    assert [(piece.rows, piece.length) for piece in packing.bins] == [(4, 4)]
+    # prompt 0: 2222, 3141 and of 3140 the last; prompt 6: 3141
+    assert packing.tokens_RT.shape[1] == 2 * PROMPT + 4 + 4 + 1 + 4
+    assert [tuple(piece.token_NL.shape) for piece in packing.bins] == [(4, PROMPT), (8, 4)]
+    rows = packing.bins[1]
     for run in range(2):
-        read = packing.tokens_RT[run, 2 * PROMPT :].view(4, 4).tolist()
-        prompts = packing.tokens_RT[run, : 2 * PROMPT].view(2, PROMPT)[packing.bins[0].prompt_N.view(2, 4)[run] - 2 * run, 0]
-        assert sorted(zip(prompts.tolist(), map(tuple, read), strict=True)) == [
-            (0, (2, 2, 2, 2)), (0, (3, 1, 4, 0)), (0, (3, 1, 4, 1)), (6, (3, 1, 4, 1)),
-        ]  # fmt: skip
+        assert packing.tokens_RT[run, 2 * PROMPT :].tolist() == [2, 2, 2, 2, 3, 1, 4, 0, 1, 3, 1, 4, 1]
+        assert packing.positions_RT[run, 2 * PROMPT :].tolist() == [4, 5, 6, 7, 4, 5, 6, 7, 7, 4, 5, 6, 7]
+    read_NL = packing.tokens_RT.flatten()[rows.token_NL]
+    prompts_N = packing.tokens_RT[:, : 2 * PROMPT].reshape(4, PROMPT)[rows.prompt_N, 0]
+    assert list(zip(prompts_N.tolist(), map(tuple, read_NL.tolist()), strict=True)) == 2 * [
+        (0, (2, 2, 2, 2)), (0, (3, 1, 4, 0)), (0, (3, 1, 4, 1)), (6, (3, 1, 4, 1)),
+    ]  # fmt: skip
+
+
+def test_a_run_that_is_not_finite_leaves_the_gradients_of_the_others_as_they_are():
+    parameters, (tokens_RBL, length_RB) = policies(2), rows_of(2)
+    length_RB[1] = 1  # the second run has less to read, so its list is padded, and its first row is shorter than the next
+    length_RB[1, :2] = torch.tensor([3, 6])
+    tokens_RBL[1, 1, :PROMPT] = tokens_RBL[1, 0, :PROMPT]
+    tokens_RBL[1, :2, PROMPT] = torch.tensor([0, 5])
+    fine = [slope[1] for slope in gradients(parameters, tokens_RBL, length_RB, PROMPT)]
+    for value in parameters.values():
+        value.detach()[0] = torch.nan
+    for slope, expected in zip(gradients(parameters, tokens_RBL, length_RB, PROMPT), fine, strict=True):
+        assert slope[0].isnan().any()
+        assert torch.equal(slope[1], expected)
 
 
 def test_rows_that_begin_alike_have_the_numbers_and_gradients_of_each_alone():

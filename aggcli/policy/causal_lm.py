@@ -26,6 +26,8 @@ from aggcli.policy.protocol import Noise, Pass, Sampled, Shards, joined_runs
 from aggcli.policy.weights import Optimizer
 from aggcli.world import ALONE, World
 
+BIN_COST = 60
+"""What one more pass of a model costs, counted in tokens."""
 TOO_LITTLE_MEMORY = (
     "lower --micro-batch-size or --max-tokens-per-gpu, --rollout-batch-size or --max-response-length, name fewer --modes, or"
     " give --gradient-checkpointing, --lora-rank or --optimizer sgd"
@@ -277,7 +279,7 @@ def row_log_probs(
     columns = max(int(length_B.max()), 1)
     column_C = torch.arange(columns)
     hidden, targets, places = [], [], []
-    bins = cuts(total_B[order_B].numpy())
+    bins = cuts(total_B[order_B].numpy(), BIN_COST)
     bins += [(0, 0)] * (int(world.max([float(len(bins))])[0]) - len(bins))
     for start, end in bins:
         rows_b = order_B[start:end]

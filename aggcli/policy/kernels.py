@@ -63,30 +63,27 @@ class MLP(Function):
         return grad, torch.bmm(grad_active, w_in.mT), torch.bmm(x.mT, grad_active), grad_out
 
 
-class Piece(Protocol):
-    """Rows of equal padded length: `rows` a run of `length` tokens, each after prompt `prompt_N` (flat through the runs)."""
+class Rows(Protocol):
+    """Rows of equal padded length: where each token is in the flat lists, and the prompt before each row (None: these are the
+    prompts)."""
 
     @property
-    def rows(self) -> int: ...
+    def token_NL(self) -> Tensor: ...
     @property
-    def length(self) -> int: ...
-    @property
-    def prompt_N(self) -> Tensor: ...
+    def prompt_N(self) -> Tensor | None: ...
 
 
 class TokenLayout(Protocol):
-    """A flat list of tokens: `prompts` of `prompt_length`, then the rows of each piece."""
+    """See `aggcli.policy.packing.Packing`."""
 
     @property
-    def prompts(self) -> int: ...
+    def bins(self) -> tuple[Rows, ...]: ...
     @property
-    def prompt_length(self) -> int: ...
-    @property
-    def bins(self) -> tuple[Piece, ...]: ...
+    def taken_RT(self) -> Tensor: ...
 
 
 class PackedAttention(Function):
-    """Causal attention over a flat list: each prompt over itself, each response over its prompt and itself.
+    """Causal attention over flat lists of tokens: each prompt over itself, each row over its prompt and itself.
 
     `qkv_RTX` [R, T, 3 * D] -> [R, T, D]. Matrix products are batched over rows and heads; at these sizes they cost a
     twentieth of the fused attention kernels, which pay per row and head.
@@ -95,86 +92,77 @@ class PackedAttention(Function):
     @staticmethod
     def forward(ctx: Any, qkv_RTX: Tensor, layout: TokenLayout, heads: int) -> Tensor:
         R, T, X = qkv_RTX.shape
-        out_RTD = qkv_RTX.new_empty(R, T, X // 3)
-        ctx.layout, ctx.heads, ctx.shape = layout, heads, qkv_RTX.shape
+        flat_MX = qkv_RTX.reshape(R * T, X)
+        ctx.layout, ctx.heads = layout, heads
         saved: list[Tensor] = []
-        prompt_kv = None
-        for rows, length, first, prompt_N in _pieces(layout):
-            part = qkv_RTX[:, first : first + rows * length].view(R, rows, length, 3, heads, -1).permute(3, 0, 1, 4, 2, 5)
-            query, keys = _query_and_keys(part, prompt_kv, prompt_N)
-            if prompt_kv is None:
-                prompt_kv = keys[:, :, :, :length]
+        mixed: list[Tensor] = []
+        prompt_keys = None
+        for rows in layout.bins:
+            N, L = rows.token_NL.shape
+            part = flat_MX.index_select(0, rows.token_NL.flatten()).view(N, L, 3, heads, -1).permute(2, 0, 3, 1, 4)
+            query, keys = _query_and_keys(part, prompt_keys, rows.prompt_N)
+            before = 0 if prompt_keys is None else prompt_keys.shape[3]
+            if prompt_keys is None:
+                prompt_keys = keys[:, :, :, :L]
             key, value = keys.flatten(1, 2)
-            mask = _mask(length, keys.shape[3], 0 if prompt_N is None else layout.prompt_length, qkv_RTX)
+            mask = _mask(L, keys.shape[3], before, qkv_RTX)
             weight = torch.baddbmm(mask, query, key.mT, alpha=query.shape[-1] ** -0.5).softmax(-1)
-            _tokens(out_RTD, first, rows, length, heads).copy_(torch.bmm(weight, value).view(R, rows, heads, length, -1))
+            mixed.append(torch.bmm(weight, value).view(N, heads, L, -1).transpose(1, 2).reshape(N * L, -1))
             saved += [query, keys, weight]
         ctx.save_for_backward(*saved)
-        return out_RTD
+        mixed.append(qkv_RTX.new_zeros(1, X // 3))  # which the tokens take that pad
+        return torch.cat(mixed).index_select(0, layout.taken_RT.flatten()).view(R, T, -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RTD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        layout, heads, (R, T, X) = ctx.layout, ctx.heads, ctx.shape
-        grad_qkv = grad_RTD.new_empty(R, T, X)
-        P = layout.prompt_length
-        grad_prompt = None
-        pieces = list(_pieces(layout))
-        for i in reversed(range(len(pieces))):  # the prompts come last, when all their rows are known
-            rows, length, first, prompt_N = pieces[i]
-            query, keys, weight = ctx.saved_tensors[3 * i : 3 * i + 3]
-            grad_out = _tokens(grad_RTD, first, rows, length, heads).contiguous().view(-1, length, query.shape[-1])
+        layout, heads, (R, T, D) = ctx.layout, ctx.heads, grad_RTD.shape
+        sizes = [rows.token_NL.numel() for rows in layout.bins]
+        grad_mixed = grad_RTD.new_zeros(sum(sizes) + 1, D).index_add_(0, layout.taken_RT.flatten(), grad_RTD.reshape(-1, D))
+        grad_outs = grad_mixed[:-1].split(sizes)
+        grad_qkv = grad_RTD.new_zeros(R * T, 3 * D)
+        prompts = ctx.saved_tensors[1]
+        P = layout.bins[0].token_NL.shape[1]
+        grad_prompt = torch.zeros_like(prompts[:, :, :, :P])
+        for at in reversed(range(len(layout.bins))):  # the prompts come last, when all their rows are known
+            rows, (query, keys, weight) = layout.bins[at], ctx.saved_tensors[3 * at : 3 * at + 3]
+            N, L = rows.token_NL.shape
+            grad_out = grad_outs[at].view(N, L, heads, -1).transpose(1, 2).reshape(N * heads, L, -1)
             key, value = keys.flatten(1, 2)
             grad_keys = torch.empty_like(keys)
             torch.bmm(weight.mT, grad_out, out=grad_keys[1].flatten(0, 1))
             grad_score = torch.ops.aten._softmax_backward_data(torch.bmm(grad_out, value.mT), weight, -1, weight.dtype)
             grad_score.mul_(query.shape[-1] ** -0.5)
             torch.bmm(grad_score.mT, query, out=grad_keys[0].flatten(0, 1))
-            own = 0 if prompt_N is None else P
-            if prompt_N is None and grad_prompt is not None:
+            own = 0
+            if rows.prompt_N is None:
                 grad_keys[:, :, :, :P] += grad_prompt
-            elif prompt_N is not None:
-                if grad_prompt is None:
-                    grad_prompt = keys.new_zeros(2, R * layout.prompts, heads, P, keys.shape[-1])
-                grad_prompt.index_add_(1, prompt_N, grad_keys[:, :, :, :P])
-            part = grad_qkv[:, first : first + rows * length].view(R, rows, length, 3, heads, -1).permute(3, 0, 1, 4, 2, 5)
-            part[0].copy_(torch.bmm(grad_score, key).view(part.shape[1:]))
-            part[1:].copy_(grad_keys[:, :, :, own : own + length].view(2, *part.shape[1:]))
-        return grad_qkv, None, None
+            else:
+                own = P
+                grad_prompt.index_add_(1, rows.prompt_N, grad_keys[:, :, :, :P])
+            part = grad_qkv.new_empty(N, L, 3, heads, D // heads)
+            by_kind = part.permute(2, 0, 3, 1, 4)
+            by_kind[0].copy_(torch.bmm(grad_score, key).view(N, heads, L, -1))
+            by_kind[1:].copy_(grad_keys[:, :, :, own : own + L])
+            grad_qkv.index_add_(0, rows.token_NL.flatten(), part.view(N * L, -1))
+        return grad_qkv.view(R, T, -1), None, None
 
 
-def _pieces(layout: TokenLayout) -> list[tuple[int, int, int, Tensor | None]]:
-    """(rows, length, first token, prompt of each row) of the prompts themselves and of each bin."""
-    found: list[tuple[int, int, int, Tensor | None]] = [(layout.prompts, layout.prompt_length, 0, None)]
-    first = layout.prompts * layout.prompt_length
-    for piece in layout.bins:
-        found.append((piece.rows, piece.length, first, piece.prompt_N))
-        first += piece.rows * piece.length
-    return found
+def _query_and_keys(part: Tensor, prompt_keys: Tensor | None, prompt_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries [N * H, L, d], and keys and values [2, N, H, K, d] with those of the prompt in front.
 
-
-def _tokens(values_RTD: Tensor, first: int, rows: int, length: int, heads: int) -> Tensor:
-    """A piece of a flat list as a view [R, rows, H, length, d]."""
-    part = values_RTD[:, first : first + rows * length]
-    return part.view(len(values_RTD), rows, length, heads, -1).transpose(2, 3)
-
-
-def _query_and_keys(part: Tensor, prompt_kv: Tensor | None, prompt_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Queries [n, L, d], and keys and values [2, R * rows, H, K, d] with those of the prompt in front.
-
-    `part` is a view [3, R, rows, H, L, d]; `prompt_kv` is [2, R * G, H, P, d].
+    `part` is a view [3, N, H, L, d]; `prompt_keys` is [2, R * G, H, P, d].
     """
-    _, R, rows, H, L, d = part.shape
-    P = 0 if prompt_kv is None else prompt_kv.shape[3]
+    _, N, H, L, d = part.shape
+    P = 0 if prompt_keys is None else prompt_keys.shape[3]
     K = max(P + L, FEWEST_KEYS)
-    keys = part.new_empty(2, R, rows, H, K, d)
-    keys[:, :, :, :, P : P + L] = part[1:]
+    keys = part.new_empty(2, N, H, K, d)
+    keys[:, :, :, P : P + L] = part[1:]
     if K > P + L:
-        keys[:, :, :, :, P + L :] = 0
-    keys = keys.view(2, R * rows, H, K, d)
-    if prompt_kv is not None and prompt_N is not None:
-        keys[:, :, :, :P] = prompt_kv.index_select(1, prompt_N)
-    return part[0].reshape(R * rows * H, L, d), keys
+        keys[:, :, :, P + L :] = 0
+    if prompt_keys is not None and prompt_N is not None:
+        keys[:, :, :, :P] = prompt_keys.index_select(1, prompt_N)
+    return part[0].reshape(N * H, L, d), keys
 
 
 def _mask(length: int, keys: int, before: int, like: Tensor) -> Tensor:

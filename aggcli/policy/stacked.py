@@ -19,7 +19,7 @@ from aggcli.policy.transformer import Parameters, PolicyConfig, run_of, stacked
 from aggcli.policy.weights import Optimizer, weights_of
 from aggcli.world import World
 
-RUNS_AT_ONCE = 4
+RUNS_AT_ONCE = 10
 """Runs of one pass: enough that the work outweighs the calls, few enough for a core's cache."""
 
 
