@@ -260,16 +260,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a run that does not step counts a step of AdamW",
-        "training/stack.py",
-        "self.steps_R += stepping_R",
-        "self.steps_R += 1",
+        "policy/weights.py",
+        "            if steps:\n",
+        "            self.taken[run] += not steps\n            if steps:\n",
         ("tests/test_training_update.py",),
     ),
     Mutation(
-        "the moments of a run that does not step decay",
-        "training/stack.py",
-        "moving_R1 = stepping_R.to(dtype)[:, None]",
-        "moving_R1 = torch.ones_like(stepping_R).to(dtype)[:, None]",
+        "a run that does not step steps",
+        "policy/weights.py",
+        "            if steps:\n",
+        "            if True:\n",
         ("tests/test_training_update.py",),
     ),
     Mutation(

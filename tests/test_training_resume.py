@@ -354,7 +354,7 @@ def test_resume_on_a_checkpoint_without_a_tensor_or_of_another_width_is_one_line
     assert "and not parameters, optimizer.lr_R" in _resumed(capsys, directory)
     narrow = whole[name][..., :-1].contiguous()
     save_file({**whole, name: narrow}, path, facts)
-    assert f"{name} is {tuple(narrow.shape)} of torch.float" in _resumed(capsys, directory)
+    assert f"{name} is {tuple(narrow.shape)} of {narrow.dtype}, and this" in _resumed(capsys, directory)
     save_file({**whole, name: whole[name].half()}, path, facts)
     assert f"{name} is {tuple(whole[name].shape)} of torch.float16, and this policy's is" in _resumed(capsys, directory)
 

@@ -167,7 +167,7 @@ def test_a_step_that_a_run_does_not_take_leaves_no_trace_in_it(optimizer: str) -
         ((second_P, junk_P), (True, False)),
         ((junk_P, second_P), (False, True)),
     ):
-        taught.step(flat_RQ, torch.stack(gradients), torch.tensor(stepping))
+        taught.step(flat_RQ, torch.stack(gradients), stepping)
     assert torch.equal(flat_RQ[0], flat_RQ[1])
     leaf = start_P.clone().requires_grad_()
     made = (_sgd if optimizer == "sgd" else _adamw)(lr=0.01, weight_decay=0.0)([leaf])

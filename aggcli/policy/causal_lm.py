@@ -162,7 +162,7 @@ class CausalPolicy:
     def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
         """See `Policy.step`."""
         with told_memory():
-            return self.optimizer.step(self.flat_RQ, gradient_RQ, stepping_R.to(self.device))
+            return self.optimizer.step(self.flat_RQ, gradient_RQ, stepping_R.tolist())
 
     def sizes(self) -> dict[str, int]:
         """See `Policy.sizes`."""

@@ -116,7 +116,7 @@ class StackedTransformer:
 
     def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
         """See `Policy.step`."""
-        norm_R = self.optimizer.step(self.weights.flat_RQ, gradient_RQ, stepping_R.to(gradient_RQ.device))
+        norm_R = self.optimizer.step(self.weights.flat_RQ, gradient_RQ, stepping_R.tolist())
         self.weights.refresh()
         return norm_R
 

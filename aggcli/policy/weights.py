@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from aggcli.config import TrainingConfig
 from aggcli.policy.protocol import Shards
@@ -39,7 +40,8 @@ def weights_of(parameters: Parameters) -> Weights:
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019) or SGD on a stack: every run has its own learning rate, clipping and step count.
+    """torch's AdamW (Loshchilov and Hutter, 2019) or SGD on a stack: every run has its own learning rate, clipping and step
+    count.
 
     `flat_RQ` is updated in place; runs that are not `stepping` keep parameters and moments untouched, to the bit. `shards`:
     where the rest of the numbers is, if `flat_RQ` is a part of them.
@@ -47,63 +49,61 @@ class Optimizer:
 
     def __init__(self, flat_RQ: Tensor, lr: Sequence[float], training: TrainingConfig, shards: Shards = Shards()) -> None:
         self.training, self.shards = training, shards
-        self.lr_R = torch.tensor(lr, dtype=torch.float64, device=flat_RQ.device)
-        self.steps_R = torch.zeros(len(lr), dtype=torch.float64, device=flat_RQ.device)
+        self.lr, self.taken = list(lr), [0] * len(lr)
         adaptive = training.optimizer == "adamw"
         self.mean_RQ = torch.zeros_like(flat_RQ) if adaptive else torch.zeros(0)
         self.square_RQ = torch.zeros_like(flat_RQ) if adaptive else torch.zeros(0)
 
     @torch.no_grad()
-    def step(self, flat_RQ: Tensor, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
-        """Clip, update, and return the norm of each run's gradient before clipping, float64 [R]."""
+    def step(self, flat_RQ: Tensor, gradient_RQ: Tensor, stepping: Sequence[bool]) -> Tensor:
+        """Clip, update the runs that step, and return the norm of each run's gradient before clipping, float64 [R]."""
         training = self.training
         norm_R = self.shards.norm(gradient_RQ)
         if training.clip_grad:
             shrink_R = (training.clip_grad / norm_R.clamp(min=1e-30)).clamp(max=1.0)
             gradient_RQ = gradient_RQ * shrink_R.to(gradient_RQ.dtype)[:, None]
-        gradient_RQ = torch.where(stepping_R[:, None], gradient_RQ, 0.0)
-        self.steps_R += stepping_R
-        rate_R1 = self._rates(stepping_R).to(flat_RQ.dtype)[:, None]
-        if training.weight_decay:
-            flat_RQ.mul_(1 - rate_R1 * training.weight_decay)
-        if training.optimizer == "sgd":
-            flat_RQ.sub_(rate_R1 * gradient_RQ)
-        else:
-            self._adam(flat_RQ, gradient_RQ, rate_R1, stepping_R)
+        for run, steps in enumerate(stepping):
+            if steps:
+                self._step(run, flat_RQ[run], gradient_RQ[run])
         return norm_R
 
-    def _rates(self, stepping_R: Tensor) -> Tensor:
-        """Learning rate of each run for this step, warmed up linearly; 0 where a run does not step."""
-        warmup = self.training.lr_warmup_steps
-        grown_R = (self.steps_R / warmup).clamp(max=1.0) if warmup else torch.ones_like(self.steps_R)
-        return self.lr_R * grown_R * stepping_R
-
-    def _adam(self, flat_RQ: Tensor, gradient_RQ: Tensor, rate_R1: Tensor, stepping_R: Tensor) -> None:
-        """A run that does not step has decay 1, so its moments stay; its rate is 0, so its parameters do."""
-        training, dtype = self.training, flat_RQ.dtype
-        moving_R1 = stepping_R.to(dtype)[:, None]
-        beta1_R1 = 1 - (1 - training.adam_beta1) * moving_R1
-        beta2_R1 = 1 - (1 - training.adam_beta2) * moving_R1
-        self.mean_RQ.mul_(beta1_R1).addcmul_(gradient_RQ, 1 - beta1_R1)
-        self.square_RQ.mul_(beta2_R1).addcmul_(gradient_RQ * gradient_RQ, 1 - beta2_R1)
-        taken_R = self.steps_R.clamp(min=1)
-        unbias1_R1 = (1 - training.adam_beta1**taken_R).to(dtype)[:, None]
-        unbias2_R1 = (1 - training.adam_beta2**taken_R).sqrt().to(dtype)[:, None]
-        denominator_RQ = self.square_RQ.sqrt().div_(unbias2_R1).add_(training.adam_eps)
-        flat_RQ.sub_(self.mean_RQ.div(denominator_RQ).mul_(rate_R1 / unbias1_R1))
+    def _step(self, run: int, flat_Q: Tensor, gradient_Q: Tensor) -> None:
+        training = self.training
+        self.taken[run] += 1
+        rate = self.lr[run] * min(self.taken[run] / (training.lr_warmup_steps or 1), 1.0)
+        if training.optimizer == "sgd":
+            flat_Q.mul_(1 - rate * training.weight_decay).sub_(rate * gradient_Q)
+            return
+        adamw(
+            [flat_Q],
+            [gradient_Q],
+            [self.mean_RQ[run]],
+            [self.square_RQ[run]],
+            [],
+            [torch.tensor(float(self.taken[run] - 1), device=flat_Q.device)],  # which is counted up
+            fused=True,
+            amsgrad=False,
+            beta1=training.adam_beta1,
+            beta2=training.adam_beta2,
+            lr=rate,
+            weight_decay=training.weight_decay,
+            eps=training.adam_eps,
+            maximize=False,
+        )
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
         """Tensors of a checkpoint."""
-        return {"lr_R": self.lr_R, "steps_R": self.steps_R, "mean_RQ": self.mean_RQ, "square_RQ": self.square_RQ}
+        counted = {"lr_R": torch.tensor(self.lr, dtype=torch.float64), "steps_R": torch.tensor(self.taken)}
+        return {**counted, "mean_RQ": self.mean_RQ, "square_RQ": self.square_RQ}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self.lr_R, self.steps_R = state["lr_R"], state["steps_R"]
+        self.lr, self.taken = state["lr_R"].tolist(), state["steps_R"].tolist()
         self.mean_RQ, self.square_RQ = state["mean_RQ"], state["square_RQ"]
 
     def keep(self, runs: Tensor) -> None:
         """Drop all runs but these (positions)."""
-        self.lr_R, self.steps_R = self.lr_R[runs], self.steps_R[runs]
+        self.lr, self.taken = [self.lr[run] for run in runs.tolist()], [self.taken[run] for run in runs.tolist()]
         if self.training.optimizer == "adamw":
             self.mean_RQ, self.square_RQ = self.mean_RQ[runs], self.square_RQ[runs]
