@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from aggcli.layout.schedule import Schedule, parse_layout, schedule_step
-from aggcli.layout.views import LocalView, cut_in_pieces
+from aggcli.layout.views import LocalView, WholeStep, cut_in_pieces
 from aggcli.measurement.comparison import beyond_rounding
 from aggcli.measurement.report import StepReport
 from tests import closed_form
@@ -183,7 +183,8 @@ def wrong(fault: str, layout: str, draw: random.Random) -> Iterator[None]:
         partition = [*partition, partition[at]] if fault == "twice" else partition[:at] + partition[at + 1 :]
         return _replaced(schedule, {rank: partition})
 
-    def cut_up(step: Any, schedule: Schedule, cp: int, **arrays: Any) -> Iterator[Iterator[list[LocalView]]]:
+    def cut_up(whole: WholeStep, schedules: Sequence[Schedule], cp: int) -> Iterator[Iterator[LocalView]]:
+        (schedule,) = schedules
         if fault == "elsewhere" and len(schedule.partitions) == layout_ranks:
             holders = [at for at, held in enumerate(schedule.partitions) if held]
             source = draw.choice(holders)
@@ -196,7 +197,7 @@ def wrong(fault: str, layout: str, draw: random.Random) -> Iterator[None]:
                     target: [*schedule.partitions[target], moved],
                 },
             )
-        return cut_in_pieces(step, schedule, cp, **arrays)
+        return cut_in_pieces(whole, [schedule], cp)
 
     layout_ranks = parse_layout(layout).dp
     with mock.patch("aggcli.jobs.steps.schedule_step", scheduled), mock.patch("aggcli.measurement.step.cut_in_pieces", cut_up):

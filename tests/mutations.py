@@ -168,8 +168,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "every context-parallel rank counts the samples",
         "layout/views.py",
-        "counts_samples=cp_rank == 0,",
-        "counts_samples=True,",
+        "torch.tensor(list(cp_ranks)).eq(0).double()",
+        "torch.ones(len(cp_ranks), dtype=torch.float64)",
         ("tests/test_layouts.py",),
     ),
     # -- measurement --

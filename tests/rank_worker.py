@@ -50,9 +50,9 @@ def _both(world: World, layout, name: str) -> dict:
     inputs = step_inputs(batch_of(FIXTURES[name]()), objective, rules_named(MODES, objective), torch.float64)
     measuring = MeasureConfig(inputs.names, inputs.weight_names, objective, True, 1.0, 24, log_correct_samples=True)
     schedule = schedule_step(layout, inputs.step.total_length_S.tolist())
-    views = cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=inputs.weights)
+    views = cut(inputs.whole, [schedule], layout.cp)
     parts, total = measure_on_ranks(world, views, measuring)
-    twins = [measure(view, measuring) for view in views]
+    twins = [part for view in views for part in measure([view], measuring).values()]
     return {
         "layout": layout.text,
         "fixture": name,

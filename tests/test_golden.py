@@ -76,9 +76,7 @@ def test_the_gradient_by_log_probs_is_slimes(fixture: dict, case: dict) -> None:
     (layout,) = (parse_layout(text) for text in _settings(fixture, case)["layouts"])
     found_T = torch.zeros(step.loss_mask_T.numel(), dtype=torch.float64)
     measuring = MeasureConfig(inputs.names, inputs.weight_names, objective, True, 1.0, 20)
-    for view in cut(
-        step, schedule_step(layout, step.total_length_S.tolist()), layout.cp, tokens=inputs.tokens, weights=inputs.weights
-    ):
+    for view in cut(inputs.whole, [schedule_step(layout, step.total_length_S.tolist())], layout.cp):
         found_T[view.step_position_T] += gradients(view, measuring)[mode]
     expected = [value for row in case["grads"] for value in row]
     assert found_T.tolist() == pytest.approx(expected, abs=1e-10)

@@ -97,8 +97,8 @@ def test_every_layout_gives_the_closed_form(name: str, dtype: torch.dtype, limit
     worst = 0.0
     for dp, cp, rule, budget in GRID:
         layout, schedule = _layout(dp, cp, rule, budget, samples)
-        views = cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=inputs.weights)
-        total = combine([measure(view, measuring) for view in views])
+        views = cut(inputs.whole, [schedule], layout.cp)
+        total = combine([part for view in views for part in measure([view], measuring).values()])
         found = {mode: torch.zeros(inputs.step.loss_mask_T.numel(), dtype=torch.float64) for mode in MODES}
         for view in views:
             for mode, gradient_T in gradients(view, measuring).items():

@@ -24,9 +24,9 @@ def by_rank(samples: list[Sample], layout: str, micro_batch_size: int | None = N
     inputs = step_inputs(batch_of(samples), objective, rules_named(MODES, objective), torch.float64)
     asked = parse_layout(layout, micro_batch_size=micro_batch_size)
     schedule = schedule_step(asked, inputs.step.total_length_S.tolist())
-    views = cut(inputs.step, schedule, asked.cp, tokens=inputs.tokens, weights=inputs.weights)
+    views = cut(inputs.whole, [schedule], asked.cp)
     measuring = MeasureConfig(inputs.names, inputs.weight_names, objective, inputs.has_ratio, 1.0, 8)
-    total = combine([measure(view, measuring) for view in views])
+    total = combine([part for view in views for part in measure([view], measuring).values()])
     return {mode: reduced_values(total, mode) for mode in MODES}
 
 

@@ -1,6 +1,10 @@
-"""A step is measured some samples at a time: which ones together shows in no number, and nothing of a whole step is copied."""
+"""A step is measured some samples at a time, of many ranks and runs together: which ones together shows in no number, and
+nothing of a whole step is copied."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +12,11 @@ import torch
 from aggcli.config import settings_from
 from aggcli.errors import RolloutError
 from aggcli.layout.schedule import Schedule, parse_layout, schedule_step
-from aggcli.layout.views import cut, cut_in_pieces
-from aggcli.measurement.local import Adding, MeasureConfig, measure
-from aggcli.objective.step import step_inputs
+from aggcli.layout.views import Rank, cut, cut_in_pieces
+from aggcli.measurement.local import MeasureConfig, Partials, measure
+from aggcli.objective.step import OWN, OWN_WEIGHTS, step_inputs
 from aggcli.rollouts import batch as batches
-from aggcli.rollouts.batch import Spread
+from aggcli.rollouts.batch import SAMPLE_FIELDS, TOKEN_FIELDS, Labels, RolloutBatch, Spread
 from tests.fixtures import MODES, batch_of, random_fanout, rules_named, sample
 
 LAYOUTS = ("dp1", "dp2:balanced:mb3", "dp3cp2@40", "dp2cp4:interleaved", "dp64")
@@ -20,7 +24,7 @@ LAYOUTS = ("dp1", "dp2:balanced:mb3", "dp3cp2@40", "dp2cp4:interleaved", "dp64")
 
 @pytest.mark.parametrize("tokens", [1, 30, 2**18])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "backwards"])
-def test_a_rank_measured_in_pieces_gives_bit_for_bit_what_it_gives_as_a_whole(layout: str, tokens: int) -> None:
+def test_a_rank_measured_in_pieces_or_beside_others_gives_bit_for_bit_what_it_gives_alone(layout: str, tokens: int) -> None:
     """Fan-out, masks, and micro-batches that run against the order of the partition ("backwards")."""
     objective = settings_from({"loss_aggregation_divisor": 10.0, "prompt_mean_scale": "prompts"}).objective
     inputs = step_inputs(batch_of(random_fanout()), objective, rules_named(MODES, objective), torch.float64)
@@ -31,21 +35,53 @@ def test_a_rank_measured_in_pieces_gives_bit_for_bit_what_it_gives_as_a_whole(la
     else:
         cp, schedule = parse_layout(layout).cp, schedule_step(parse_layout(layout), inputs.step.total_length_S.tolist())
     config = MeasureConfig(inputs.names, inputs.weight_names, objective, inputs.has_ratio, 1.0, 8, log_correct_samples=True)
-    whole = [measure(view, config) for view in cut(inputs.step, schedule, cp, tokens=inputs.tokens, weights=inputs.weights)]
-    pieces, in_pieces = 0, []
-    given = {"tokens": inputs.tokens, "weights": inputs.weights, "tokens_of_piece": tokens}
-    for of_rank in cut_in_pieces(inputs.step, schedule, cp, **given):
-        ranks = [Adding(config) for _ in range(cp)]
-        for piece in of_rank:
-            pieces += 1
-            for rank, view in zip(ranks, piece, strict=True):
-                rank.add(view)
-        in_pieces += [rank.added() for rank in ranks]
-    assert in_pieces == whole
-    assert pieces >= min(
-        samples, int(inputs.step.response_length_S.sum()) // (tokens + int(inputs.step.response_length_S.max()))
-    )
-    assert tokens < 2**18 or pieces == len(schedule.partitions)
+    alone: dict[Rank, Partials] = {}
+    for view in cut(inputs.whole, [schedule], cp):
+        alone |= measure([view], config)
+    pieces, joined = 0, dict[Rank, Partials]()
+    for of_ranks in cut_in_pieces(inputs.whole, [schedule], cp, tokens_of_piece=tokens):
+        views = list(of_ranks)
+        pieces += len(views)
+        joined |= measure(views, config)
+    assert joined == alone
+    assert len(joined) == len(schedule.partitions) * cp
+    longest, total = int(inputs.step.response_length_S.max()), int(inputs.step.response_length_S.sum())
+    assert pieces >= min(samples, total // (tokens + longest))
+    assert tokens < 2**18 or pieces == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 2**18])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_runs_that_are_measured_together_each_give_bit_for_bit_what_they_give_alone(layout: str, tokens: int) -> None:
+    """Three runs of other samples, the second without any, each under its own weights and its own schedule."""
+    objective, asked = settings_from({"kl_coef": 0.5}).objective, parse_layout(layout)
+    rules = rules_named(("sample_mean", "sample_mean", "token_mean"), objective)
+    steps = [batch_of(random_fanout(seed)) for seed in (1, 2, 3)]
+    steps[1] = steps[1].select(torch.arange(0))
+    alone = [step_inputs(step, objective, (rule,), torch.float64) for step, rule in zip(steps, rules, strict=True)]
+    inputs = step_inputs(_stacked(steps), objective, (), torch.float64)
+    of_kinds = zip(*([one.weight_T(name) for name in one.weighing[one.names[0]].names] for one in alone), strict=True)
+    weights = {name: torch.cat(of_runs) for name, of_runs in zip(OWN_WEIGHTS, of_kinds, strict=True)}
+    schedules = [schedule_step(asked, one.step.total_length_S.tolist()) for one in alone]
+    config = MeasureConfig((OWN,), {OWN: OWN_WEIGHTS}, objective, inputs.has_ratio, 1.0, 8, log_correct_samples=True)
+    joined: dict[Rank, Partials] = {}
+    for of_ranks in cut_in_pieces(inputs.whole.under(weights), schedules, asked.cp, tokens_of_piece=tokens):
+        joined |= measure(of_ranks, config)
+    for run, (one, schedule) in enumerate(zip(alone, schedules, strict=True)):
+        own = replace(config, rules=one.names, weighing=one.weight_names)
+        for view in cut(one.whole, [schedule], asked.cp):
+            ((rank, part),) = measure([view], own).items()
+            assert joined.pop(rank._replace(run=run)).under(one.names[0]) == part
+    assert not joined
+
+
+def _stacked(steps: Sequence[RolloutBatch]) -> RolloutBatch:
+    """The samples of these steps as the runs of one, without an id in common."""
+    present = [name for name in (*SAMPLE_FIELDS, "loss_mask_T", *TOKEN_FIELDS) if getattr(steps[0], name) is not None]
+    joined = {name: torch.cat([getattr(step, name) for step in steps]) for name in present}
+    run_S = torch.arange(len(steps)).repeat_interleave(torch.tensor([step.num_samples for step in steps]))
+    ids = {name: joined[name] + 100 * run_S for name in ("rollout_S", "group_S")}
+    return replace(steps[0], **joined | ids | {"run_S": run_S}, labels=Labels())
 
 
 def test_all_samples_of_a_batch_in_their_order_are_its_own_memory() -> None:

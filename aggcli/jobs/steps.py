@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +13,14 @@ from aggcli.errors import RolloutError
 from aggcli.jobs.listening import say
 from aggcli.layout.schedule import Layout, Schedule, schedule_step
 from aggcli.layout.steps import Part, layouts_of, need_whole_groups, optimizer_steps
-from aggcli.layout.views import GlobalView
+from aggcli.layout.views import GlobalView, LocalView
 from aggcli.measurement.groups import group_values
 from aggcli.measurement.inventory import reward_scale
 from aggcli.measurement.local import MeasureConfig
-from aggcli.measurement.ranks import measure_on_ranks
+from aggcli.measurement.ranks import Measured, measure_on_ranks
 from aggcli.measurement.report import StepReport, Values
 from aggcli.measurement.selection import Selected, selected
-from aggcli.measurement.step import Head, Processes, measure_config, report_step
+from aggcli.measurement.step import Head, measure_config, measure_layouts, report_step
 from aggcli.measurement.words import listed
 from aggcli.objective.reducer import Reducer
 from aggcli.objective.step import step_inputs, with_advantages
@@ -86,7 +86,8 @@ class Replay:
             notes = [*batch.notes, *scale, *found.notes, *left_out, *part.notes, *_foreign_layouts(modes, layouts)]
             head = Head(at, batch.name, origin, notes, extra)
             measuring = measure_config(inputs, self.config.objective, self.config, self.max_response_length)
-            yield report_step(head, inputs, layouts, measuring, groups, self._processes(measuring))
+            measured = measure_layouts(inputs, layouts, measuring, self._processes(measuring))
+            yield report_step(head, inputs, measured, measuring, groups)
 
     def _usable_modes(self, step: RolloutBatch, batch: RolloutBatch, parts: list[Part]) -> tuple[tuple[Rule, ...], list[str]]:
         grouped = [mode for mode in self.modes if mode.needs_groups]
@@ -113,7 +114,7 @@ class Replay:
             found.append((layout, schedule))
         return found
 
-    def _processes(self, measuring: MeasureConfig) -> Processes | None:
+    def _processes(self, measuring: MeasureConfig) -> Callable[[Sequence[LocalView]], Measured] | None:
         """The real ranks, where there are any."""
         if self.world.size == 1:
             return None

@@ -1,16 +1,22 @@
 """Global and local views of one optimizer step.
 
 A field belongs to exactly one view. `GlobalView` is the same on every rank. `LocalView` is what one rank holds, taken with
-its partition, in the order of its other per-sample lists; nothing local is ever indexed by a global position.
+its partition, in the order of its other per-sample lists; nothing local is ever indexed by a global position. Ranks that are
+evaluated in one process may share a view, for speed: nothing in it is added up across them.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import MappingProxyType
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aggcli.layout.context_parallel import owner_of_tokens
@@ -42,174 +48,179 @@ class GlobalView:
         return cls(batch.reward_S, batch.rollout_S, batch.group_S, has_S)
 
 
-@dataclass(frozen=True, eq=False)
-class LocalView:
-    """What rank (dp_rank, cp_rank) holds of one optimizer step.
+class Rank(NamedTuple):
+    """A rank of a layout: its share of one run's step. `run`: the run's place in a stack."""
 
-    Per sample, in partition order [S]: `sample_S`, its position in the step; `local_raw_reward_S` (None without rewards),
-    `truncated_S` (1, 0, or NaN where the source does not say; None where it says nothing),
-    `response_length_S`, `total_length_S`, `mask_sum_S` (trained tokens of the whole sample, over all context-parallel ranks),
-    `rollout_share_S` (1 over the number of training samples of its rollout), `micro_batch_S`. Per token, only the tokens this
-    rank computes, micro-batch after micro-batch and sample after sample [T]: `tokens`, by field name; `weights`, by aggregation
-    rule; `step_position_T`, positions in the step's flat arrays. `sequences`: numbers of whole samples, by name, in partition
-    order. `order_S` lists the samples in the order of the tokens, and
-    `token_count_S` how many tokens each of those has here.
-
-    `counts_samples` is true on one context-parallel rank of each data-parallel rank, so that per-sample numbers are
-    counted once however many ranks share a sequence.
-    """
-
+    run: int
     dp_rank: int
     cp_rank: int
+
+
+@dataclass(frozen=True, eq=False)
+class LocalView:
+    """What ranks hold of one optimizer step: one rank, or several that share nothing, each number with the rank it is of.
+
+    `ranks`: which, with how many micro-batches each. Per sample, rank after rank and in partition order [S]: `rank_S`, whose it
+    is, and `micro_batch_S`, both from 0 over these ranks; `sample_S`, its position in its run's step; `local_raw_reward_S`
+    (None without rewards), `truncated_S` (1, 0, or NaN where the source does not say; None where it says nothing),
+    `response_length_S`, `mask_sum_S` (trained tokens of the whole sample, over all context-parallel ranks), `rollout_share_S`
+    (1 over the number of training samples of its rollout), `token_count_S` (how many of its tokens are here). Per token, only
+    the tokens that the rank computes, sample after sample [T]: `tokens`, by field name; `weights`, by aggregation rule;
+    `step_position_T`, positions in the step's flat arrays. `sequences`: numbers of whole samples [S], by name.
+
+    `counted_S` is 1 on one context-parallel rank of each data-parallel rank and 0 on the others, so that per-sample numbers
+    are counted once however many ranks share a sequence.
+    """
+
+    ranks: dict[Rank, int]
+    rank_S: Tensor
+    micro_batch_S: Tensor
     sample_S: Tensor
     local_raw_reward_S: Tensor | None
     truncated_S: Tensor | None
     response_length_S: Tensor
-    total_length_S: Tensor
     mask_sum_S: Tensor
     rollout_share_S: Tensor
+    counted_S: Tensor
+    token_count_S: Tensor
     tokens: dict[str, Tensor]
     weights: dict[str, Tensor]
     sequences: dict[str, Tensor]
-    order_S: Tensor
-    token_count_S: Tensor
     step_position_T: Tensor
-    micro_batch_S: Tensor
-    num_micro_batches: int
-    counts_samples: bool
 
 
-def cut(
-    step: RolloutBatch,
-    schedule: Schedule,
-    cp: int,
-    *,
-    tokens: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor | Spread],
-    sequences: Mapping[str, Tensor] = MappingProxyType({}),
-    only: int | None = None,
-) -> list[LocalView]:
-    """Cut one optimizer step into the local views of all ranks, data-parallel rank by rank, context-parallel within.
-
-    `tokens`, `weights`: the flat [T] arrays to hand out, by name; `sequences`: those of a number a sample, [S]. Idle ranks get
-    empty views. `only`: the view of this rank alone.
-    """
-    whole = _Whole(step, tokens, weights, sequences)
-    return [
-        view
-        for held in _held(schedule)
-        if only is None or only // cp == held.dp_rank
-        for view in whole.views(held, cp, range(cp) if only is None else (only % cp,))
-    ]
-
-
-def cut_in_pieces(
-    step: RolloutBatch,
-    schedule: Schedule,
-    cp: int,
-    *,
-    tokens: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor | Spread],
-    sequences: Mapping[str, Tensor] = MappingProxyType({}),
-    tokens_of_piece: int = TOKENS_OF_PIECE,
-) -> Iterator[Iterator[list[LocalView]]]:
-    """What `cut` gives, without a second copy of the step: data-parallel rank by rank, some samples at a time.
-
-    Each rank's pieces hold consecutive samples of its partition, of about `tokens_of_piece` response tokens together, and are
-    made when they are asked for; a piece is one view for each context-parallel rank. An idle rank has one piece, empty.
-    """
-    whole = _Whole(step, tokens, weights, sequences)
-    for held in _held(schedule):
-        ends_S = step.response_length_S[held.sample_S].cumsum(0)
-        piece_S = (ends_S - 1).clamp(min=0) // tokens_of_piece
-        sizes = torch.unique_consecutive(piece_S, return_counts=True)[1].tolist() or [0]
-        yield (whole.views(piece, cp, range(cp)) for piece in held.split(sizes))
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """The samples of a data-parallel rank, or some of them, as `LocalView` names them."""
-
-    dp_rank: int
-    sample_S: Tensor
-    order_S: Tensor
-    micro_batch_S: Tensor
-    num_micro_batches: int
-
-    def split(self, sizes: Sequence[int]) -> Iterator[_Held]:
-        """So many samples at a time, in the order of the partition; the tokens of each piece are in that order too."""
-        for sample_S, micro_batch_S in zip(self.sample_S.split(sizes), self.micro_batch_S.split(sizes), strict=True):
-            yield _Held(self.dp_rank, sample_S, torch.arange(sample_S.numel()), micro_batch_S, self.num_micro_batches)
-
-
-def _held(schedule: Schedule) -> Iterator[_Held]:
-    for dp_rank, (partition, micro_batches) in enumerate(zip(schedule.partitions, schedule.micro_batches, strict=True)):
-        order_S = torch.tensor([at for micro_batch in micro_batches for at in micro_batch], dtype=torch.int64)
-        held_S = torch.tensor(partition, dtype=torch.int64)
-        yield _Held(dp_rank, held_S, order_S, _micro_batch_of(order_S, micro_batches), len(micro_batches))
-
-
-class _Whole:
-    """The step that views are cut from."""
+class WholeStep:
+    """An optimizer step that views are cut from. `tokens`, `weights`: the flat [T] arrays to hand out, by name; `sequences`:
+    those of a number a sample, [S]. The runs of a stack stand one after the other."""
 
     def __init__(
         self,
         step: RolloutBatch,
         tokens: Mapping[str, Tensor],
         weights: Mapping[str, Tensor | Spread],
-        sequences: Mapping[str, Tensor],
+        sequences: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.step, self.tokens, self.weights, self.sequences = step, tokens, weights, sequences
         self.truncated_S = step.truncated_S
         self.mask_sum_S, self.share_S = step.mask_sum_S(), rollout_share(step.rollout_S)
 
-    def views(self, held: _Held, cp: int, cp_ranks: Sequence[int]) -> list[LocalView]:
-        step, held_S = self.step, held.sample_S
-        in_order_S = held_S[held.order_S]
-        position_T = ragged_positions(step.response_length_S, in_order_S)
-        total_S, length_S = step.total_length_S[in_order_S], step.response_length_S[in_order_S]
-        owner_T = torch.from_numpy(owner_of_tokens(total_S.numpy(), length_S.numpy(), cp))
-        sample_T = torch.repeat_interleave(torch.arange(in_order_S.numel()), length_S)
-        views = []
-        for cp_rank in cp_ranks:
-            mine_T = owner_T == cp_rank
-            at_T = position_T[mine_T]
-            views.append(
-                LocalView(
-                    dp_rank=held.dp_rank,
-                    cp_rank=cp_rank,
-                    sample_S=held_S,
-                    local_raw_reward_S=None if step.reward_S is None else step.reward_S[held_S],
-                    truncated_S=None if self.truncated_S is None else self.truncated_S[held_S],
-                    response_length_S=step.response_length_S[held_S],
-                    total_length_S=step.total_length_S[held_S],
-                    mask_sum_S=self.mask_sum_S[held_S],
-                    rollout_share_S=self.share_S[held_S],
-                    tokens={name: value_T[at_T] for name, value_T in self.tokens.items()},
-                    weights={rule: _taken(weight, at_T, in_order_S, sample_T[mine_T]) for rule, weight in self.weights.items()},
-                    sequences={name: value_S[held_S] for name, value_S in self.sequences.items()},
-                    order_S=held.order_S,
-                    token_count_S=torch.bincount(sample_T[mine_T], minlength=in_order_S.numel()),
-                    step_position_T=at_T,
-                    micro_batch_S=held.micro_batch_S,
-                    num_micro_batches=held.num_micro_batches,
-                    counts_samples=cp_rank == 0,
-                )
-            )
-        return views
+    def under(self, weights: Mapping[str, Tensor | Spread]) -> WholeStep:
+        """The same step with other weights."""
+        made = copy.copy(self)
+        made.weights = weights
+        return made
+
+    def view(self, shares: Sequence[_Share], cp: int, cp_ranks: Sequence[int]) -> LocalView:
+        """What these context-parallel ranks hold of these shares."""
+        step, split = self.step, len(cp_ranks)
+        held_S = torch.from_numpy(np.concatenate([share.sample_S + share.start for share in shares]))
+        length_S = step.response_length_S[held_S]
+        at_T, count_S = ragged_positions(step.response_length_S, held_S), length_S
+        if cp > 1:
+            owner_T = torch.from_numpy(owner_of_tokens(step.total_length_S[held_S].numpy(), length_S.numpy(), cp))
+            sample_T = torch.repeat_interleave(torch.arange(held_S.numel()), length_S)
+            mine = [(owner_T == cp_rank).nonzero().flatten() for cp_rank in cp_ranks]
+            at_T = at_T[torch.cat(mine)]
+            count_S = torch.cat([torch.bincount(sample_T[mine_T], minlength=held_S.numel()) for mine_T in mine])
+        held_S = held_S.repeat(split)
+        owners = [(cp_rank, share) for cp_rank in cp_ranks for share in shares]
+        first = np.cumsum([0, *(share.num_micro_batches for _, share in owners)]).tolist()
+        return LocalView(
+            ranks={Rank(share.run, share.dp_rank, cp_rank): share.num_micro_batches for cp_rank, share in owners},
+            rank_S=torch.from_numpy(np.repeat(np.arange(len(owners)), [len(share.sample_S) for _, share in owners])),
+            micro_batch_S=torch.from_numpy(
+                np.concatenate([share.micro_batch_S + start for (_, share), start in zip(owners, first, strict=False)])
+            ),
+            sample_S=torch.from_numpy(np.concatenate([share.sample_S for _, share in owners])),
+            local_raw_reward_S=None if step.reward_S is None else step.reward_S[held_S],
+            truncated_S=None if self.truncated_S is None else self.truncated_S[held_S],
+            response_length_S=step.response_length_S[held_S],
+            mask_sum_S=self.mask_sum_S[held_S],
+            rollout_share_S=self.share_S[held_S],
+            counted_S=torch.tensor(list(cp_ranks)).eq(0).double().repeat_interleave(held_S.numel() // split),
+            token_count_S=count_S,
+            tokens={name: value_T[at_T] for name, value_T in self.tokens.items()},
+            weights={name: _taken(weight, at_T, held_S, count_S) for name, weight in self.weights.items()},
+            sequences={name: value_S[held_S] for name, value_S in self.sequences.items()},
+            step_position_T=at_T,
+        )
 
 
-def _taken(weight: Tensor | Spread, at_N: Tensor, sample_S: Tensor, which_N: Tensor) -> Tensor:
-    """Weights at these flat positions; `sample_S[which_N]` are the samples that they belong to."""
-    return weight.at(at_N, sample_S[which_N]) if isinstance(weight, Spread) else weight[at_N]
+def cut(whole: WholeStep, schedules: Sequence[Schedule], cp: int) -> list[LocalView]:
+    """Cut one optimizer step into the local views of all ranks, each by itself: data-parallel rank by rank, context-parallel
+    within. `schedules`: of each run of the step. Idle ranks get empty views."""
+    return [whole.view([share], cp, [cp_rank]) for share in _shares(whole.step, schedules) for cp_rank in range(cp)]
 
 
-def _micro_batch_of(order_S: Tensor, micro_batches: Sequence[Sequence[int]]) -> Tensor:
-    """The micro-batch of each sample, in partition order."""
-    sizes_M = torch.tensor([len(micro_batch) for micro_batch in micro_batches], dtype=torch.int64)
-    found_S = torch.empty_like(order_S)
-    found_S[order_S] = torch.repeat_interleave(torch.arange(len(micro_batches)), sizes_M)
-    return found_S
+def cut_out(whole: WholeStep, schedules: Sequence[Schedule], cp: int, rank: int) -> LocalView:
+    """The view of one rank alone, of all runs."""
+    own = [share for share in _shares(whole.step, schedules) if share.dp_rank == rank // cp]
+    return whole.view(own, cp, [rank % cp])
+
+
+def cut_in_pieces(
+    whole: WholeStep, schedules: Sequence[Schedule], cp: int, *, tokens_of_piece: int = TOKENS_OF_PIECE
+) -> Iterator[Iterator[LocalView]]:
+    """What `cut` gives, joined, without a second copy of the step: some ranks at a time, and some of their samples at a time.
+
+    Ranks that hold at most `tokens_of_piece` response tokens together come as one piece; a rank that holds more comes by
+    itself, in pieces of consecutive samples of its partition, of about as many tokens. Pieces are made when they are asked
+    for, and each is of all context-parallel ranks. Ranks that are idle are there, and empty.
+    """
+    lengths = whole.step.response_length_S.numpy()
+    together: list[_Share] = []
+    tokens = 0
+    for share in _shares(whole.step, schedules):
+        own = int(lengths[share.sample_S + share.start].sum())
+        if together and tokens + own > tokens_of_piece:
+            yield _pieces(whole, together, cp, tokens_of_piece)
+            together, tokens = [], 0
+        together.append(share)
+        tokens += own
+    yield _pieces(whole, together, cp, tokens_of_piece)
+
+
+def _pieces(whole: WholeStep, shares: Sequence[_Share], cp: int, tokens: int) -> Iterator[LocalView]:
+    if len(shares) > 1:
+        yield whole.view(shares, cp, range(cp))
+        return
+    (share,) = shares
+    ends_S = whole.step.response_length_S.numpy()[share.sample_S + share.start].cumsum()
+    bounds = [0, *(np.diff((ends_S - 1).clip(0) // tokens).nonzero()[0] + 1), len(ends_S)]
+    for start, stop in pairwise(bounds):
+        sample_S, micro_batch_S = share.sample_S[start:stop], share.micro_batch_S[start:stop]
+        yield whole.view([replace(share, sample_S=sample_S, micro_batch_S=micro_batch_S)], cp, range(cp))
+
+
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """The samples of a data-parallel rank of a run, or some of them: their positions in the run's step, which is `start`
+    samples into the stack's, and the micro-batch of each."""
+
+    run: int
+    start: int
+    dp_rank: int
+    sample_S: NDArray[np.int64]
+    micro_batch_S: NDArray[np.int64]
+    num_micro_batches: int
+
+
+def _shares(step: RolloutBatch, schedules: Sequence[Schedule]) -> Iterator[_Share]:
+    starts = np.searchsorted(step.run_S.numpy(), np.arange(len(schedules))).tolist()
+    for run, (start, schedule) in enumerate(zip(starts, schedules, strict=True)):
+        for dp_rank, (partition, micro_batches) in enumerate(zip(schedule.partitions, schedule.micro_batches, strict=True)):
+            micro_batch_S = np.full(len(partition), -1)
+            for at, micro_batch in enumerate(micro_batches):
+                micro_batch_S[list(micro_batch)] = at
+            sample_S = np.array(partition, dtype=np.int64)
+            yield _Share(run, start, dp_rank, sample_S, micro_batch_S, len(micro_batches))
+
+
+def _taken(weight: Tensor | Spread, at_T: Tensor, sample_S: Tensor, count_S: Tensor) -> Tensor:
+    """Weights at these flat positions: so many of each of these samples."""
+    if isinstance(weight, Tensor):
+        return weight[at_T]
+    return weight.at(at_T, torch.repeat_interleave(sample_S, count_S, output_size=at_T.numel()))
 
 
 def rollout_share(rollout_S: Tensor) -> Tensor:

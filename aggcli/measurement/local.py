@@ -1,22 +1,23 @@
-"""What one rank computes from its local view: partial sums and maxima, nothing divided.
+"""What a rank computes from its local view: partial sums and maxima, nothing divided.
 
 Every sum is first a column over samples: what any rank that holds the sample adds. A rank adds up its own samples, micro-batch
-by micro-batch.
+by micro-batch. Columns are made for many ranks at once; each rank then adds its own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from aggcli.config import ObjectiveConfig
-from aggcli.layout.views import LocalView
+from aggcli.layout.views import LocalView, Rank
 from aggcli.measurement.catalogue import LENGTH_BINS
 from aggcli.measurement.tokens import TokenNumbers, token_numbers
-from aggcli.objective.step import WeightNames
+from aggcli.objective.step import OWN, WeightNames
 
 Key = tuple[str, ...]
 HELD: Key = ("held",)
@@ -61,6 +62,16 @@ class Partials:
     maxima: dict[Key, float]
     correct_lengths: list[int] | None = None
 
+    def under(self, rule: str) -> Partials:
+        """The same with the numbers under each run's own rule as those of this rule, which is the run's."""
+
+        def named(numbers: dict[Key, float]) -> dict[Key, float]:
+            return {
+                tuple(rule if of == OWN else of for of in key) if OWN in key else key: value for key, value in numbers.items()
+            }
+
+        return Partials(named(self.sums), named(self.sizes), self.maxima, self.correct_lengths)
+
 
 @dataclass(frozen=True)
 class Contributions:
@@ -73,71 +84,92 @@ class Contributions:
     response_length_S: Tensor
 
 
-def measure(view: LocalView, config: MeasureConfig) -> Partials:
-    """Everything a rank contributes to a step's numbers, from its own tokens and samples alone."""
-    own = Adding(config)
-    own.add(view)
-    return own.added()
+def measure(pieces: Iterable[LocalView], config: MeasureConfig) -> dict[Rank, Partials]:
+    """Everything that each rank contributes to a step's numbers, from its own tokens and samples alone.
 
-
-class Adding:
-    """Adds up what the samples of one rank contribute, piece after piece in the order of its partition: in each micro-batch
-    by itself, and the micro-batches at the end. The pieces do not show in the result, which is `measure`'s of the whole view.
+    `pieces`: of the same ranks, at least one, in the order of the ranks' partitions. Neither the pieces nor the other ranks
+    show in a rank's result.
     """
-
-    def __init__(self, config: MeasureConfig) -> None:
-        self.config = config
-        self._sums: _Sums | None = None
-        self._sizes: _Sums | None = None
-        self._maxima: dict[Key, Tensor] = {}
-        self._correct_lengths: list[int] | None = None
-        self._micro_batches = 0
-
-    def add(self, view: LocalView) -> None:
-        """Take in the next piece; the first of an idle rank is empty, and there must be one."""
-        found, cells = contributions(view, self.config), view.num_micro_batches
-        self._sums = _added(self._sums, found.sums, view.micro_batch_S, cells)
-        self._sizes = _added(self._sizes, found.sizes, torch.zeros_like(view.micro_batch_S), 1)
-        for key, column_S in found.maxima.items():
-            most = column_S.max() if column_S.numel() else column_S.new_tensor(float("-inf"))
-            self._maxima[key] = torch.maximum(self._maxima.get(key, most), most)
-        self._micro_batches = view.counts_samples * cells
-        if self.config.log_correct_samples and found.correct_S is not None:
-            own_S = found.response_length_S[found.correct_S]
-            self._correct_lengths = [*(self._correct_lengths or []), *(own_S.tolist() if view.counts_samples else [])]
-
-    def added(self) -> Partials:
-        """The rank's contribution."""
-        assert self._sums is not None
-        assert self._sizes is not None
-        sums = self._sums.by_key()
-        sums[("micro_batches",)] = float(self._micro_batches)
-        sizes = self._sizes.by_key()
-        maxima = {key: float(most) for key, most in self._maxima.items()}
-        return Partials(sums, sizes, maxima, None if self._correct_lengths is None else sorted(self._correct_lengths))
+    own: _Added | None = None
+    for view in pieces:
+        found = contributions(view, config)
+        if own is None:
+            own = _Added.none(view.ranks, found, has_lengths=config.log_correct_samples)
+        own.add(view, found)
+    assert own is not None
+    return own.of_ranks()
 
 
 @dataclass(frozen=True)
-class _Sums:
-    """The sums of each key in each cell, float64 [K, cells]; one tensor, since a step of a small run has many keys of few
+class _Added:
+    """What the samples of ranks contribute, added up as they come: in each micro-batch by itself, and the micro-batches at the
+    end; sizes and maxima rank by rank. `ranks`: as of `LocalView`."""
+
+    ranks: dict[Rank, int]
+    sums: _Cells
+    sizes: _Cells
+    maxima: _Cells
+    correct_lengths: list[list[int]] | None
+
+    @classmethod
+    def none(cls, ranks: dict[Rank, int], found: Contributions, *, has_lengths: bool) -> _Added:
+        """Nothing yet, of what has the keys of these contributions."""
+        return cls(
+            ranks,
+            _Cells.of(found.sums, sum(ranks.values()), 0.0),
+            _Cells.of(found.sizes, len(ranks), 0.0),
+            _Cells.of(found.maxima, len(ranks), -math.inf),
+            [[] for _ in ranks] if has_lengths and found.correct_S is not None else None,
+        )
+
+    def add(self, view: LocalView, found: Contributions) -> None:
+        """Take in the next piece."""
+        self.sums.add(found.sums, view.micro_batch_S)
+        self.sizes.add(found.sizes, view.rank_S)
+        self.maxima.raise_to(found.maxima, view.rank_S)
+        if self.correct_lengths is not None and found.correct_S is not None:
+            own_S = found.correct_S & (view.counted_S > 0)
+            for rank, length in zip(view.rank_S[own_S].tolist(), view.response_length_S[own_S].tolist(), strict=True):
+                self.correct_lengths[rank].append(length)
+
+    def of_ranks(self) -> dict[Rank, Partials]:
+        """Each rank's own."""
+        found, end = {}, 0
+        for at, (rank, micro_batches) in enumerate(self.ranks.items()):
+            start, end = end, end + micro_batches
+            sums = self.sums.in_cells(start, end)
+            sums[("micro_batches",)] = float(micro_batches if rank.cp_rank == 0 else 0)
+            lengths = None if self.correct_lengths is None else sorted(self.correct_lengths[at])
+            found[rank] = Partials(sums, self.sizes.in_cells(at, at + 1), self.maxima.in_cells(at, at + 1), lengths)
+        return found
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """A number of each key in each cell, float64 [K, cells]; one tensor, since a step of a small run has many keys of few
     samples, and each operation costs more than what it adds."""
 
     keys: tuple[Key, ...]
-    sums_KM: Tensor
+    values_KM: Tensor
 
-    def by_key(self) -> dict[Key, float]:
-        return {key: math.fsum(row) for key, row in zip(self.keys, self.sums_KM.tolist(), strict=True)}
+    @classmethod
+    def of(cls, columns: Mapping[Key, Tensor], cells: int, first: float) -> _Cells:
+        return cls(tuple(columns), torch.full((len(columns), cells), first, dtype=torch.float64))
 
+    def add(self, columns: Mapping[Key, Tensor], cell_S: Tensor) -> None:
+        """Add the columns of another piece, in the order of its samples; keys are the same in every piece."""
+        if columns:
+            self.values_KM.index_add_(1, cell_S, torch.stack(list(columns.values())))
 
-def _added(before: _Sums | None, columns: dict[Key, Tensor], cell_S: Tensor, cells: int) -> _Sums:
-    """The sums with the columns of another piece, in the order of its samples; keys are the same in every piece."""
-    if not columns:
-        return _Sums((), torch.zeros(0, cells, dtype=torch.float64))
-    columns_KS = torch.stack(list(columns.values()))
-    if before is None:
-        before = _Sums(tuple(columns), torch.zeros(len(columns), cells, dtype=torch.float64, device=cell_S.device))
-    before.sums_KM.index_add_(1, cell_S, columns_KS)
-    return before
+    def raise_to(self, columns: Mapping[Key, Tensor], cell_S: Tensor) -> None:
+        """The larger of what is there and the columns of another piece."""
+        if columns:
+            columns_KS = torch.stack(list(columns.values()))
+            self.values_KM.scatter_reduce_(1, cell_S.expand_as(columns_KS), columns_KS, "amax")
+
+    def in_cells(self, start: int, end: int) -> dict[Key, float]:
+        """What these cells give together."""
+        return dict(zip(self.keys, map(math.fsum, self.values_KM[:, start:end].tolist()), strict=True))
 
 
 def contributions(view: LocalView, config: MeasureConfig) -> Contributions:
@@ -169,13 +201,10 @@ def gradients(view: LocalView, config: MeasureConfig) -> dict[str, Tensor]:
 
 
 def _per_sample(view: LocalView, value_T: Tensor, reduce: str = "sum") -> Tensor:
-    """Sum (or maximum) over each sample's tokens here, in the view's sample order; float64 [S]."""
+    """Sum (or maximum) over each sample's tokens here, float64 [S]."""
     if not value_T.numel():
-        return torch.full(view.order_S.shape, 0.0 if reduce == "sum" else float("-inf"), dtype=torch.float64)
-    in_token_order_S = torch.segment_reduce(value_T.double(), reduce, lengths=view.token_count_S)
-    found_S = torch.empty_like(in_token_order_S)
-    found_S[view.order_S] = in_token_order_S
-    return found_S
+        return torch.full(view.rank_S.shape, 0.0 if reduce == "sum" else float("-inf"), dtype=torch.float64)
+    return torch.segment_reduce(value_T.double(), reduce, lengths=view.token_count_S, unsafe=True)
 
 
 def _weighted_columns(
@@ -251,15 +280,12 @@ def _gradient_columns(view: LocalView, config: MeasureConfig, numbers: TokenNumb
 def _sample_columns(view: LocalView, config: MeasureConfig) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
     """Counts of samples, zero on all but one context-parallel rank, and counts of tokens; and sizes, as of `Partials`."""
     mask_T = view.tokens["loss_mask"]
-    length_S = view.response_length_S.double()
-    counted_S = torch.full_like(length_S, float(view.counts_samples))
-    here_S = torch.empty_like(length_S)
-    here_S[view.order_S] = view.token_count_S.double()
+    length_S, counted_S = view.response_length_S.double(), view.counted_S
     found: dict[Key, Tensor] = {
         HELD: counted_S * marks(view.sample_S),
         ("samples",): counted_S,
         ("tokens",): _per_sample(view, mask_T),
-        ("response_tokens",): here_S,
+        ("response_tokens",): view.token_count_S.double(),
         ("fully_masked_samples",): counted_S * (view.mask_sum_S == 0),
         ("response_length", "sum"): counted_S * length_S,
         ("response_length", "count"): counted_S,
@@ -301,7 +327,7 @@ def _sequence_columns(view: LocalView) -> tuple[dict[Key, Tensor], dict[Key, Ten
     of = view.sequences
     sums: dict[Key, Tensor] = {}
     sizes: dict[Key, Tensor] = {}
-    trained_S = (view.mask_sum_S > 0).double() * view.counts_samples
+    trained_S = view.counted_S * (view.mask_sum_S > 0)
     tokens_S = view.mask_sum_S.clamp(min=1)
     found: dict[str, Tensor] = {}
     if "log_ratio" in of:

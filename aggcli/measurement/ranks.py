@@ -20,14 +20,14 @@ def measure_on_ranks(world: World, views: Sequence[LocalView], config: MeasureCo
     Runs at the root while the other ranks run `serve`. Returns every rank's partial sums and the reduced ones.
     """
     world.broadcast(config)
-    (found,) = reduced(world, [measure(world.scatter(views), config)])
+    (found,) = reduced(world, list(measure([world.scatter(views)], config).values()))
     return found
 
 
 def serve(world: World) -> None:
     """The other ranks' side of `measure_on_ranks`, until the root calls `dismiss`."""
     while (config := world.broadcast(None)) is not None:
-        reduced(world, [measure(world.scatter([]), config)])
+        reduced(world, list(measure([world.scatter([])], config).values()))
 
 
 def dismiss(world: World) -> None:

@@ -13,6 +13,8 @@ from aggcli.measurement.report import Values
 
 def combine(parts: Sequence[Partials]) -> Partials:
     """Add up partial sums and take the largest of the maxima; every part has the same keys."""
+    if len(parts) == 1:
+        return parts[0]
     sums = {key: math.fsum(part.sums[key] for part in parts) for key in parts[0].sums}
     sizes = {key: math.fsum(part.sizes[key] for part in parts) for key in parts[0].sizes}
     maxima = {key: max(part.maxima[key] for part in parts) for key in parts[0].maxima}

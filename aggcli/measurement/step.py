@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,11 +12,11 @@ import torch
 from aggcli.config import ObjectiveConfig, RunConfig
 from aggcli.errors import RolloutError, some
 from aggcli.layout.schedule import Layout, Schedule
-from aggcli.layout.views import LocalView, cut, cut_in_pieces
+from aggcli.layout.views import LocalView, Rank, WholeStep, cut, cut_in_pieces
 from aggcli.measurement.catalogue import checked
 from aggcli.measurement.comparison import ROUNDING, LayoutComparison, compare_layouts, moved
 from aggcli.measurement.influence import gradient_shares, influence
-from aggcli.measurement.local import HELD, Adding, MeasureConfig, Partials, marks
+from aggcli.measurement.local import HELD, MeasureConfig, Partials, marks, measure
 from aggcli.measurement.notes import notes_on_step, skipped
 from aggcli.measurement.ranks import Measured
 from aggcli.measurement.reduce import combine, gradient_comparison, overflowed, rank_values, reduced_values, sizes
@@ -25,9 +26,6 @@ from aggcli.measurement.tokens import overflowing
 from aggcli.measurement.trained_rollouts import over_trained_rollouts
 from aggcli.objective.step import StepInputs, in_layout
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
-
-Processes = Measured | Callable[[Sequence[LocalView]], Measured]
-"""What real ranks have measured, or will when they are given their views."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,18 @@ class Head:
     advantages: str
     notes: Sequence[str] = ()
     extra: Values = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MeasuredLayout:
+    """What the ranks of a layout contribute to one run's step, data-parallel rank by rank and context-parallel within, and all
+    of that added up. `evaluated`: as of `LayoutReport`."""
+
+    layout: Layout
+    schedule: Schedule
+    evaluated: str
+    ranks: Sequence[Partials]
+    total: Partials
 
 
 def measure_config(
@@ -58,37 +68,68 @@ def measure_config(
     )
 
 
-def report_step(
-    head: Head,
+def measure_layouts(
     inputs: StepInputs,
     layouts: Sequence[tuple[Layout, Schedule]],
     measuring: MeasureConfig,
+    processes: Callable[[Sequence[LocalView]], Measured] | None = None,
+) -> list[MeasuredLayout]:
+    """What the ranks of each layout measure of a step. `layouts`: the one in force first, each with what it makes of the step;
+    `processes`: measures the views of the layout in force on real ranks, with the same layout in one process beside them as
+    the check."""
+    found = []
+    for layout, schedule in layouts:
+        whole = in_layout(inputs, schedule).whole
+        how = "in-process"
+        if processes is not None and not found:
+            views = cut(whole, [schedule], layout.cp)
+            found.append(MeasuredLayout(layout, schedule, "processes", *processes(views)))
+            how = TWIN
+        (ranks,) = measure_ranks(whole, [schedule], layout.cp, measuring)
+        found.append(MeasuredLayout(layout, schedule, how, ranks, combine(ranks)))
+    return found
+
+
+def measure_ranks(whole: WholeStep, schedules: Sequence[Schedule], cp: int, measuring: MeasureConfig) -> list[list[Partials]]:
+    """What each rank contributes, run by run, in this process: data-parallel rank by rank, context-parallel within."""
+    found: dict[Rank, Partials] = {}
+    for pieces in cut_in_pieces(whole, schedules, cp):
+        found |= measure(pieces, measuring)
+    of_runs: list[list[Partials]] = [[] for _ in schedules]
+    for rank in sorted(found):
+        of_runs[rank.run].append(found[rank])
+    return of_runs
+
+
+def report_step(
+    head: Head,
+    inputs: StepInputs,
+    measured: Sequence[MeasuredLayout],
+    measuring: MeasureConfig,
     groups: Values,
-    processes: Processes | None = None,
     *,
-    is_checked: bool = True,
     is_detailed: bool = True,
 ) -> StepReport:
-    """The report of one optimizer step. `layouts`: the one in force first, each with what it makes of the step; `groups`: the
-    numbers of whole groups; `processes`: the real ranks of the layout in force, whose numbers are then recorded, with the same
-    layout in one process beside them as the check, where the step `is_checked`; `is_detailed`: with per-sample columns and what
-    each rule does to the batch.
+    """The report of one optimizer step. `measured`: the layout in force first, and after real ranks their twin; `groups`: the
+    numbers of whole groups; `is_detailed`: with notes, per-sample columns and what each rule does to the batch.
 
     A metric that overflows is None, and `skipped` says why. Raises `RolloutError` where the loss overflows.
     """
-    step, rules = inputs.step, inputs.names
+    step, rules, total = inputs.step, inputs.names, measured[0].total
     shared = groups | {"rollouts": int(is_first(step.rollout_S).sum()), "prompts": _count_groups(step)}
-    reports, total = _layout_reports(inputs, layouts, measuring, shared, processes, is_checked=is_checked)
+    mark_S = marks(torch.arange(step.num_samples)).tolist()
+    reports = [_layout_report(of_layout, inputs, mark_S, shared) for of_layout in measured]
     reasons = _overflows(inputs, total, measuring)
     recorded = [report for report in reports if report.evaluated != TWIN]
     done = _what_rules_do(inputs, total, measuring) if is_detailed else {}
-    beside = over_trained_rollouts(inputs, measuring)
+    beside = over_trained_rollouts(inputs, measuring) if total.sums[("fully_masked_samples",)] else {}
     values = {
         rule: recorded[0].values[rule] | beside.get(rule, {}) | shared | done.get(rule, {}) | checked(head.extra)
         for rule in rules
     }
     moving = {rule.name: rule for rule in inputs.rules if inputs.moves(rule)}
     comparison = compare_layouts(reports, [rule for rule in rules if rule not in moving], list(moving))
+    notes = [*notes_on_step(inputs, values, recorded), *_moving(comparison, inputs)] if is_detailed else []
     return StepReport(
         step=head.step,
         source=head.source,
@@ -98,40 +139,11 @@ def report_step(
         comparison=comparison,
         advantages=head.advantages,
         empty=not bool(step.loss_mask_T.any()),
-        notes=[*head.notes, *notes_on_step(inputs, values, recorded), *_moving(comparison, inputs)],
+        notes=[*head.notes, *notes],
         skipped=skipped(inputs) | reasons,
         samples=sample_columns(step, measuring.correct_threshold) if is_detailed else {},
         weights={rule: weight_of_samples(step, inputs.weight_T(rule)) for rule in rules} if is_detailed else {},
     )
-
-
-def _layout_reports(
-    inputs: StepInputs,
-    layouts: Sequence[tuple[Layout, Schedule]],
-    measuring: MeasureConfig,
-    shared: Values,
-    processes: Processes | None,
-    *,
-    is_checked: bool,
-) -> tuple[list[LayoutReport], Partials]:
-    """A report for every layout, and the partial sums of the one in force, added up; after real ranks comes their twin."""
-    reports: list[LayoutReport] = []
-    totals: list[Partials] = []
-    for at, (layout, schedule) in enumerate(layouts):
-        placed = in_layout(inputs, schedule)
-        measured: list[tuple[str, list[Partials], Partials]] = []
-        if at == 0 and processes is not None:
-            measured.append(("processes", *_of_processes(processes, placed, layout, schedule)))
-        if not measured or is_checked:
-            pieces = cut_in_pieces(
-                placed.step, schedule, layout.cp, tokens=placed.tokens, weights=placed.weights, sequences=placed.sequences
-            )
-            parts = [part for of_rank in pieces for part in _measured(of_rank, layout.cp, measuring)]
-            measured.append((TWIN if measured else "in-process", parts, combine(parts)))
-        for how, of_ranks, total in measured:
-            reports.append(_layout_report(layout, how, schedule, of_ranks, total, inputs, shared))
-            totals.append(total)
-    return reports, totals[0]
 
 
 def _overflows(inputs: StepInputs, total: Partials, measuring: MeasureConfig) -> dict[str, str]:
@@ -148,24 +160,6 @@ def _overflows(inputs: StepInputs, total: Partials, measuring: MeasureConfig) ->
             )
         reasons[name] = f"{what} at {where}"
     return reasons
-
-
-def _of_processes(processes: Processes, inputs: StepInputs, layout: Layout, schedule: Schedule) -> Measured:
-    """What the real ranks measure of the layout in force, whose weights the inputs have."""
-    if not callable(processes):
-        return processes
-    return processes(
-        cut(inputs.step, schedule, layout.cp, tokens=inputs.tokens, weights=inputs.weights, sequences=inputs.sequences)
-    )
-
-
-def _measured(pieces: Iterable[Sequence[LocalView]], cp: int, measuring: MeasureConfig) -> list[Partials]:
-    """What each context-parallel rank of a data-parallel rank contributes, from its pieces one after the other."""
-    ranks = [Adding(measuring) for _ in range(cp)]
-    for piece in pieces:
-        for rank, view in zip(ranks, piece, strict=True):
-            rank.add(view)
-    return [rank.added() for rank in ranks]
 
 
 def _what_rules_do(inputs: StepInputs, total: Partials, measuring: MeasureConfig) -> dict[str, Values]:
@@ -185,22 +179,15 @@ def _moving(comparison: LayoutComparison, inputs: StepInputs) -> list[str]:
     return [moved(difference, why[difference.rule]) for difference in most]
 
 
-def _layout_report(
-    layout: Layout,
-    evaluated: str,
-    schedule: Schedule,
-    parts: Sequence[Partials],
-    total: Partials,
-    inputs: StepInputs,
-    shared: Values,
-) -> LayoutReport:
-    rules = inputs.names
+def _layout_report(measured: MeasuredLayout, inputs: StepInputs, mark_S: Sequence[float], shared: Values) -> LayoutReport:
+    """`mark_S`: the mark of each sample of the step (`marks`)."""
+    layout, total, rules = measured.layout, measured.total, inputs.names
     ranks = []
-    misplaced = _not_once(schedule, inputs.step.num_samples)
-    for rank, partition in enumerate(schedule.partitions):
-        own = parts[rank * layout.cp : (rank + 1) * layout.cp]
+    misplaced = _not_once(measured.schedule, inputs.step.num_samples)
+    for rank, partition in enumerate(measured.schedule.partitions):
+        own = measured.ranks[rank * layout.cp : (rank + 1) * layout.cp]
         whole = combine(own)
-        if whole.sums[HELD] != float(marks(torch.tensor(partition, dtype=torch.int64)).sum()):
+        if whole.sums[HELD] != math.fsum(mark_S[sample] for sample in partition):
             misplaced.append(f"rank {rank} does not hold the samples that the layout gives it")
         ranks.append(
             RankReport(
@@ -214,7 +201,7 @@ def _layout_report(
         )
     values = {rule: reduced_values(total, rule) for rule in rules}
     of = {rule: sizes(total, rule) for rule in rules}
-    return LayoutReport(layout.text, evaluated, values, of, misplaced, shared, ranks, total.correct_lengths)
+    return LayoutReport(layout.text, measured.evaluated, values, of, misplaced, shared, ranks, total.correct_lengths)
 
 
 def _not_once(schedule: Schedule, samples: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from aggcli.config import ObjectiveConfig
 from aggcli.errors import RolloutError
 from aggcli.layout.schedule import Schedule
+from aggcli.layout.views import WholeStep
 from aggcli.objective.advantages import group_advantages
 from aggcli.objective.policy_loss import OF_SEQUENCES, averaged_log_ratio
 from aggcli.objective.reducer import Reducer, reducer_weights
@@ -40,8 +42,7 @@ class Weighing:
         return WeightNames(self.loss.name, self.metrics.name, self.kl.name, self.entropy.name)
 
 
-@dataclass(frozen=True)
-class WeightNames:
+class WeightNames(NamedTuple):
     """The names of the weights that each kind of number takes under one rule."""
 
     loss: str
@@ -56,6 +57,12 @@ class WeightNames:
     def of(self, metric: str) -> str:
         """Whose weights a per-token metric takes."""
         return {"pg_loss": self.loss, "kl_loss": self.kl, "entropy_loss": self.entropy}.get(metric, self.metrics)
+
+
+OWN = "own"
+"""In place of a rule's name where runs are measured together, each under its own rule."""
+OWN_WEIGHTS = WeightNames("loss", "metrics", "kl", "entropy")
+"""The names of the weights of that rule, whichever they are in each run."""
 
 
 def weighing_of(rule: Rule, objective: ObjectiveConfig) -> Weighing:
@@ -81,6 +88,8 @@ class StepInputs:
     weigh their metrics, KL and entropy (`weighing`, by the name of the compared rule); a rule's own are one number a sample
     until they are asked for. `has_ratio`: two log-probability
     streams were there, so ratios are measured, not assumed to be 1. `sequences`: numbers of whole samples (`sequence_numbers`).
+    The step may be that of a stack, whose runs stand one after the other; its weights are then those of each run's own rule
+    (`OWN_WEIGHTS`), and no rule is compared.
     """
 
     step: RolloutBatch
@@ -100,6 +109,11 @@ class StepInputs:
         """The weights of a rule, float64 [T]."""
         weight = self.weights[rule]
         return weight.whole() if isinstance(weight, Spread) else weight
+
+    @property
+    def whole(self) -> WholeStep:
+        """The step, to be cut into what ranks hold."""
+        return WholeStep(self.step, self.tokens, self.weights, self.sequences)
 
     @property
     def weight_names(self) -> dict[str, WeightNames]:
@@ -158,14 +172,12 @@ def step_inputs(
     dtype: torch.dtype,
     reducer: Reducer | None = None,
     schedule: Schedule | None = None,
-    made: Mapping[str, Tensor] | None = None,
 ) -> StepInputs:
     """Per-token inputs and weights of one optimizer step, whose `advantages_T` are already set (or None).
 
     `schedule`: the layout in force, which other frameworks' rules may depend on; default: the step in one piece.
-    With `reducer`, the rule `custom` is added to `rules`. `made`: weights [T] by a name of a rule that exist already, as those
-    of a training step. Raises `RolloutError` naming a sample without group_index under a rule that counts prompts, and when
-    a KL or entropy coefficient has nothing to act on.
+    With `reducer`, the rule `custom` is added to `rules`. Raises `RolloutError` naming a sample without group_index under a
+    rule that counts prompts, and when a KL or entropy coefficient has nothing to act on.
     """
     if objective.kl_coef and (step.ref_log_probs_T is None or step.log_probs_T is None):
         lacks = "ref_log_probs" if step.ref_log_probs_T is None else "log_probs"
@@ -188,10 +200,9 @@ def step_inputs(
         _check_ratio(step, tokens, objective, dtype)
     needed = dict.fromkeys(used for one in weighing.values() for used in one.rules)
     schedules = None if schedule is None else [schedule]
-    weights: dict[str, Tensor | Spread] = dict(made or {})
-    for rule in needed:
-        if rule != CUSTOM and rule.name not in weights:
-            weights[rule.name] = masked_weights(rule, step, schedules)
+    weights: dict[str, Tensor | Spread] = {
+        rule.name: masked_weights(rule, step, schedules) for rule in needed if rule != CUSTOM
+    }
     if reducer is not None:
         weights[CUSTOM.name] = _custom_weights(reducer, step, objective)
     return StepInputs(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ TOKEN_FIELDS = (
     "advantages_T",
 )
 """Optional per-token numbers; each is None where the source has none."""
+SAMPLE_FIELDS = ("response_length_S", "total_length_S", "rollout_S", "group_S", "run_S", "position_S", "reward_S")
+"""Numbers of each sample; rewards are None where the source has none."""
 TOKENS_OF_CHUNK = 2**16
 """Response tokens looked at together where each is looked at for itself, which bounds what the look takes in memory."""
 
@@ -190,6 +193,27 @@ class RolloutBatch:
             **chosen,
         )
 
+    def split(self, samples: Sequence[int]) -> list[RolloutBatch]:
+        """So many samples at a time, which share this batch's memory; rollout and group ids stay as they are."""
+        tokens, total = (
+            [int(of_S.sum()) for of_S in length_S.split(samples)] for length_S in (self.response_length_S, self.total_length_S)
+        )
+        sizes = (
+            dict.fromkeys(SAMPLE_FIELDS, samples)
+            | dict.fromkeys(("loss_mask_T", *TOKEN_FIELDS), tokens)
+            | {"token_ids_U": total}
+        )
+        values = {field: getattr(self, field) for field in sizes}
+        parts = {field: value.split(sizes[field]) for field, value in values.items() if value is not None}
+        if self.status_S is not None:
+            parts["status_S"] = [
+                self.status_S[end - count : end] for end, count in zip(accumulate(samples), samples, strict=True)
+            ]
+        return [
+            self.derived(recorded=None, **{field: of_parts[at] for field, of_parts in parts.items()})
+            for at in range(len(samples))
+        ]
+
     def derived(self, **changes: object) -> RolloutBatch:
         """A batch made of parts of this one, which have been checked: nothing is checked again. Numbers that are new belong
         into `dataclasses.replace`."""
@@ -214,7 +238,7 @@ class RolloutBatch:
 
     def _check_shapes(self) -> None:
         samples, tokens = self.num_samples, int(self.response_length_S.sum())
-        for field in ("total_length_S", "rollout_S", "group_S", "run_S", "position_S", "reward_S"):
+        for field in SAMPLE_FIELDS:
             value = getattr(self, field)
             if value is not None and value.shape != (samples,):
                 raise RolloutError(f"{self.name}: {field} has shape {tuple(value.shape)}, expected ({samples},)")

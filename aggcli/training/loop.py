@@ -18,7 +18,7 @@ from aggcli.policy.protocol import Policy
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.checkpoint import Checkpoint
 from aggcli.training.memory import begin_peak, peak_bytes
-from aggcli.training.report import Reporter, RunReport, not_reportable, of_run
+from aggcli.training.report import Reporter, RunReport, by_run, not_reportable
 from aggcli.training.rollout import SampledRollouts, StepSource
 from aggcli.training.rows import optimizer_step_positions, rows_of_rank
 from aggcli.training.stack import RunSpec
@@ -189,8 +189,8 @@ class Trainer:
         batch, tokens_SL = rollouts.batch, rollouts.tokens_SL
         real_SL = torch.arange(tokens_SL.shape[1]) < batch.total_length_S[:, None]
         whole = batch.derived(token_ids_U=tokens_SL[real_SL], old_log_probs_T=self._log_probs(rollouts))
-        own = {run.name: of_run(whole, whole.run_S == at) for at, run in enumerate(self.runs)}
-        return {name: batch for name, batch in own.items() if batch.num_samples}
+        own = zip(self.runs, by_run(whole, len(self.runs)), strict=True)
+        return {run.name: batch for run, batch in own if batch.num_samples}
 
     def _uses_reference(self) -> bool:
         return any(run.objective.kl_coef for run in self.runs)

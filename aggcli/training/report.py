@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aggcli.config import RunConfig
+from aggcli.config import ObjectiveConfig, RunConfig
 from aggcli.layout.schedule import Layout, Schedule, schedule_step
-from aggcli.layout.views import GlobalView, cut
+from aggcli.layout.views import GlobalView, cut_out
 from aggcli.measurement.groups import group_values
 from aggcli.measurement.local import MeasureConfig, measure
-from aggcli.measurement.ranks import reduced
-from aggcli.measurement.report import StepReport, Values
-from aggcli.measurement.step import Head, Measured, measure_config, report_step
-from aggcli.objective.step import StepInputs, step_inputs, weighing_of
-from aggcli.rollouts.batch import NO_GROUP, RolloutBatch
+from aggcli.measurement.ranks import Measured, reduced
+from aggcli.measurement.reduce import combine
+from aggcli.measurement.report import TWIN, StepReport, Values
+from aggcli.measurement.step import Head, MeasuredLayout, measure_config, measure_ranks, report_step
+from aggcli.objective.step import OWN, OWN_WEIGHTS, StepInputs, step_inputs, weighing_of
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, Spread
+from aggcli.rules import SAMPLE_MEAN
 from aggcli.training.stack import RunSpec
-from aggcli.training.step import Gradient, StepTokens
+from aggcli.training.step import Gradient, StepTokens, stack_weights
 from aggcli.world import World
 
 MOST_LOG_RATIO = math.log(torch.finfo(torch.float64).max) / 2
@@ -60,12 +62,16 @@ class RunReport:
 
 
 @dataclass(frozen=True, eq=False)
-class _Ready:
-    """One run's step, ready to be reported: `batch` holds its samples alone, `schedule` is the layout in force, and `own` what
-    this rank has computed itself of the log-probabilities and entropies."""
+class _Stack:
+    """Runs whose settings are the same but for their rules, ready to be measured together.
 
+    `inputs`: of all of them, run after run, with the weights of each run's own rule by what they weigh (`OWN_WEIGHTS`);
+    `of_runs`: of each run; `own`: what this rank has computed itself of the log-probabilities and entropies.
+    """
+
+    runs: list[RunSpec]
     inputs: StepInputs
-    schedule: Schedule
+    of_runs: list[StepInputs]
     measuring: MeasureConfig
     own: dict[str, Tensor]
 
@@ -99,69 +105,92 @@ class Reporter:
         A run without a KL term reports no kl_loss, whatever the others of its stack need. The numbers of the runs must be
         finite (`not_reportable`).
         """
-        ready = [self._ready(run, step, step.run_S == at, given, found) for at, run in runs.items()]
-        measured = self._on_ranks(ready)
-        if not self.world.is_root:
-            return []
-        reports = []
-        for (at, run), one, of_ranks in zip(runs.items(), ready, measured, strict=True):
-            others = [(layout, _schedule(layout, one.inputs.step)) for layout in (self.others if is_checked else ())]
-            report = report_step(
-                Head(number, step.name, "", extra=extra[at]),
-                one.inputs,
-                [(self.in_force, one.schedule), *others],
-                one.measuring,
-                groups[at],
-                of_ranks,
-                is_checked=is_checked,
-                is_detailed=False,
-            )
-            reports.append(RunReport(run, report, is_checked))
-        return reports
+        alike: dict[ObjectiveConfig, dict[int, RunSpec]] = {}
+        for at, run in runs.items():
+            alike.setdefault(run.objective.under(SAMPLE_MEAN), {})[at] = run
+        reports: dict[int, RunReport] = {}
+        for some in alike.values():
+            stack = self._stack(some, step, given, found)
+            measured = self._measured(stack, is_checked=is_checked)
+            if not self.world.is_root:
+                continue
+            for (at, run), inputs, layouts in zip(some.items(), stack.of_runs, measured, strict=True):
+                head = Head(number, step.name, "", extra=extra[at])
+                report = report_step(head, inputs, layouts, stack.measuring, groups[at], is_detailed=False)
+                reports[at] = RunReport(run, report, is_checked)
+        return [reports[at] for at in runs if at in reports]
 
     def groups(self, batch: RolloutBatch, runs: int) -> list[Values]:
         """The numbers of each run that need whole groups, from the whole rollout batch."""
-        found = []
-        for run in range(runs):
-            own = of_run(batch, batch.run_S == run)
-            found.append(group_values(GlobalView.of(own), self.config.correct_threshold) if own.num_samples else {})
-        return found
+        return [
+            group_values(GlobalView.of(own), self.config.correct_threshold) if own.num_samples else {}
+            for own in by_run(batch, runs)
+        ]
 
-    def _ready(self, run: RunSpec, step: RolloutBatch, mine_S: Tensor, given: StepTokens, found: Gradient) -> _Ready:
-        mine_T = torch.repeat_interleave(mine_S, step.response_length_S)
-        batch = _with_streams(of_run(step, mine_S), mine_T, given, found, with_kl=bool(run.objective.kl_coef))
-        schedule = _schedule(self.in_force, batch)
-        names = weighing_of(run.rule, run.objective).names
-        made = {
-            names.metrics: given.metric_weight_T[mine_T],
-            names.kl: given.kl_weight_T[mine_T],
-            names.entropy: given.entropy_weight_T[mine_T],
-            names.loss: given.loss_weight_T[mine_T],
-        }
-        inputs = step_inputs(batch, run.objective, (run.rule,), torch.float64, schedule=schedule, made=made)
-        measuring = measure_config(inputs, run.objective, self.config, self.response_limit, with_gradient=False)
+    def _stack(self, runs: Mapping[int, RunSpec], step: RolloutBatch, given: StepTokens, found: Gradient) -> _Stack:
+        specs, at_R = list(runs.values()), torch.tensor(list(runs))
+        objective = specs[0].objective
+        mine_S = torch.isin(step.run_S, at_R)
+        mine_T = slice(None) if mine_S.all() else torch.repeat_interleave(mine_S, step.response_length_S)
+        batch = _with_streams(step.select(mine_S.nonzero().flatten()), mine_T, given, found, with_kl=bool(objective.kl_coef))
+        inputs = step_inputs(batch.derived(run_S=torch.searchsorted(at_R, batch.run_S)), objective, (), torch.float64)
+        inputs = replace(inputs, weights={name: weight_T[mine_T] for name, weight_T in given.weights.items()})
+        measuring = measure_config(inputs, objective, self.config, self.response_limit, with_gradient=False)
         own = {"log_probs": found.own_log_probs_T[mine_T], "entropy": found.own_entropy_T[mine_T]}
         if given.old_log_probs_T is None:  # the policy itself is the old one
             own |= {name: own["log_probs"] for name in ("old_log_probs", "trainer_log_probs") if name in inputs.tokens}
-        return _Ready(inputs, schedule, measuring, own)
+        return _Stack(
+            specs, inputs, _of_runs(inputs, specs), replace(measuring, rules=(OWN,), weighing={OWN: OWN_WEIGHTS}), own
+        )
 
-    def _on_ranks(self, ready: Sequence[_Ready]) -> list[Measured | None]:
-        """What real ranks measure, each from its own slice and from what it has computed itself; None where there are none."""
-        if self.world.size == 1:
-            return [None] * len(ready)
-        own = []
-        for one in ready:
-            (view,) = cut(
-                one.inputs.step,
-                one.schedule,
-                self.in_force.cp,
-                tokens=one.inputs.tokens | one.own,
-                weights=one.inputs.weights,
-                sequences=one.inputs.sequences,
-                only=self.world.rank,
-            )
-            own.append(measure(view, one.measuring))
-        return [*reduced(self.world, own)]
+    def _measured(self, stack: _Stack, *, is_checked: bool) -> list[list[MeasuredLayout]]:
+        """By run: what the ranks measure under the layout in force and, where the step is checked, under the others."""
+        measured = [list[MeasuredLayout]() for _ in stack.runs]
+        whole, moves = stack.inputs.whole, any(one.moves(*one.rules) for one in stack.of_runs)
+        for layout in (self.in_force, *(self.others if is_checked else ())):
+            schedules = [schedule_step(layout, one.step.total_length_S.tolist()) for one in stack.of_runs]
+            of_ranks: list[tuple[str, list[Measured]]] = []
+            if layout is self.in_force and self.world.size > 1:
+                of_ranks.append(("processes", self._on_ranks(stack, schedules)))
+            elif layout is not self.in_force and moves:
+                weights = stack_weights(whole.step, stack.runs, layout)
+                whole = whole.under(dict(zip(OWN_WEIGHTS, weights, strict=True)))
+            if self.world.is_root and (is_checked or not of_ranks):
+                found = [
+                    [part.under(run.mode) for part in parts]
+                    for run, parts in zip(stack.runs, measure_ranks(whole, schedules, layout.cp, stack.measuring), strict=True)
+                ]
+                of_ranks.append((TWIN if of_ranks else "in-process", [(parts, combine(parts)) for parts in found]))
+            for how, of_runs in of_ranks:
+                for at, (parts, total) in enumerate(of_runs):
+                    measured[at].append(MeasuredLayout(layout, schedules[at], how, parts, total))
+        return measured
+
+    def _on_ranks(self, stack: _Stack, schedules: Sequence[Schedule]) -> list[Measured]:
+        """What real ranks measure of each run, each from its own slice and from what it has computed itself."""
+        inputs = replace(stack.inputs, tokens=stack.inputs.tokens | stack.own)
+        own = measure([cut_out(inputs.whole, schedules, self.in_force.cp, self.world.rank)], stack.measuring).values()
+        return reduced(self.world, [part.under(run.mode) for part, run in zip(own, stack.runs, strict=True)])
+
+
+def _of_runs(inputs: StepInputs, runs: Sequence[RunSpec]) -> list[StepInputs]:
+    """Each run's own part of the inputs of a stack, under its own rule."""
+    steps = by_run(inputs.step, len(runs))
+    tokens = _split(inputs.tokens, [step.loss_mask_T.numel() for step in steps])
+    weights = _split({name: inputs.weight_T(name) for name in OWN_WEIGHTS}, [step.loss_mask_T.numel() for step in steps])
+    sequences = _split(inputs.sequences, [step.num_samples for step in steps])
+    found = []
+    for at, run in enumerate(runs):
+        weighing = weighing_of(run.rule, run.objective)
+        own: dict[str, Tensor | Spread] = {name: weights[at][of] for name, of in zip(weighing.names, OWN_WEIGHTS, strict=True)}
+        found.append(StepInputs(steps[at], tokens[at], own, (run.rule,), {run.mode: weighing}, inputs.has_ratio, sequences[at]))
+    return found
+
+
+def _split(arrays: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+    """The arrays of each run, so many numbers each."""
+    of_runs = zip(*(value.split(sizes) for value in arrays.values()), strict=True)
+    return [dict(zip(arrays, of_run, strict=True)) for of_run in of_runs] if arrays else [{} for _ in sizes]
 
 
 def not_reportable(step: RolloutBatch, runs: Sequence[RunSpec], given: StepTokens, found: Gradient) -> dict[str, str]:
@@ -185,23 +214,29 @@ def not_reportable(step: RolloutBatch, runs: Sequence[RunSpec], given: StepToken
     return refused
 
 
-def of_run(step: RolloutBatch, mine_S: Tensor) -> RolloutBatch:
-    """The samples of one run of a stack, with ids from 0."""
-    own = step.select(mine_S.nonzero().flatten())
-    if not own.num_samples:
-        return own
-    known_S = own.group_S != NO_GROUP
-    first = int(own.group_S[known_S].min()) if known_S.any() else 0
-    return own.derived(
-        rollout_S=own.rollout_S - own.rollout_S.min(),
-        group_S=torch.where(known_S, own.group_S - first, NO_GROUP),
-        run_S=torch.zeros_like(own.run_S),
+def by_run(step: RolloutBatch, runs: int) -> list[RolloutBatch]:
+    """The samples of each run of a stack, which stand run after run, with ids from 0."""
+    from_0 = step.derived(
+        rollout_S=_from_0(step.rollout_S, step.run_S),
+        group_S=_from_0(step.group_S, step.run_S),
+        run_S=torch.zeros_like(step.run_S),
     )
+    return from_0.split(torch.bincount(step.run_S, minlength=runs).tolist())
 
 
-def _with_streams(own: RolloutBatch, mine_T: Tensor, given: StepTokens, found: Gradient, *, with_kl: bool) -> RolloutBatch:
-    """One run's samples with the log-probabilities and entropies of this optimizer step, float64; `mine_T`: its tokens. What is
-    not finite has been looked for (`not_reportable`)."""
+def _from_0(id_S: Tensor, run_S: Tensor) -> Tensor:
+    """Ids less the smallest of their run; `NO_GROUP` stays."""
+    known_S = id_S != NO_GROUP
+    first_R = torch.full((int(run_S.max()) + 1 if run_S.numel() else 0,), torch.iinfo(torch.int64).max)
+    first_R.scatter_reduce_(0, run_S[known_S], id_S[known_S], "amin")
+    return torch.where(known_S, id_S - first_R[run_S], NO_GROUP)
+
+
+def _with_streams(
+    own: RolloutBatch, mine_T: Tensor | slice, given: StepTokens, found: Gradient, *, with_kl: bool
+) -> RolloutBatch:
+    """Some runs' samples with the log-probabilities and entropies of this optimizer step, float64; `mine_T`: their tokens. What
+    is not finite has been looked for (`not_reportable`)."""
     log_probs_T, old_T, ref_T = found.log_probs_T[mine_T], given.old_log_probs_T, given.ref_log_probs_T
     sampler_T = own.rollout_log_probs_T
     return own.derived(
@@ -211,7 +246,3 @@ def _with_streams(own: RolloutBatch, mine_T: Tensor, given: StepTokens, found: G
         entropy_T=found.entropy_T[mine_T],
         rollout_log_probs_T=None if sampler_T is None else sampler_T.double(),
     )
-
-
-def _schedule(layout: Layout, step: RolloutBatch) -> Schedule:
-    return schedule_step(layout, step.total_length_S.tolist())

@@ -11,7 +11,7 @@ from torch import Tensor
 from aggcli.config import ObjectiveConfig
 from aggcli.layout.schedule import Layout
 from aggcli.objective.policy_loss import OF_SEQUENCES, averaged_log_ratio, kl_terms, policy_terms
-from aggcli.objective.step import weighing_of
+from aggcli.objective.step import OWN_WEIGHTS, weighing_of
 from aggcli.objective.weights import aggregate, need_no_nan, rule_weights
 from aggcli.policy.protocol import Policy
 from aggcli.rollouts.batch import RolloutBatch
@@ -36,6 +36,12 @@ class StepTokens:
     kl_coef_T: Tensor
     old_log_probs_T: Tensor | None = None
     ref_log_probs_T: Tensor | None = None
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those of each run's own rule, by name."""
+        of_rule = (self.loss_weight_T, self.metric_weight_T, self.kl_weight_T, self.entropy_weight_T)
+        return dict(zip(OWN_WEIGHTS, of_rule, strict=True))
 
     def beside(self, old_log_probs_T: Tensor | None, ref_log_probs_T: Tensor | None) -> StepTokens:
         """The same with the log-probabilities of the other policies."""
