@@ -23,7 +23,7 @@ from aggcli.layout.context_parallel import owner_of_tokens
 from aggcli.layout.schedule import Schedule
 from aggcli.rollouts.batch import RolloutBatch, Spread, ragged_positions
 
-TOKENS_OF_PIECE = 2**17
+TOKENS_OF_PIECE = 2**16
 """Response tokens measured at a time: some hundred bytes each are in memory for as long."""
 
 
