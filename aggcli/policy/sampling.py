@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from aggcli.policy.groups import groups_of, threads_for
 from aggcli.policy.kernels import SMALLEST_NORM
@@ -158,19 +158,24 @@ class _Decoder:
         """One prefix for each that an unfinished row stands at after these tokens, at response position t, in place of those
         before. Nothing is done, and False returned, where every prefix can stay and most are still wanted."""
         V, none = self.config.vocabulary_size, self.prefixes * self.config.vocabulary_size
-        sorted_RB, order_RB = torch.where(self.ended_RB, none, self.prefix_RB * V + token_RB).sort(-1)
-        before_RB = pad(sorted_RB[:, :-1], (1, 0), value=-1)
-        first_RB = (sorted_RB != before_RB) & (sorted_RB < none)
-        has_parted = (first_RB & (sorted_RB // V == before_RB.div(V, rounding_mode="floor"))).any()
-        wanted = max(int(first_RB.sum(-1).max()), 1)
+        drawn_RB, prefix_RB = token_RB.cpu().numpy(), self.prefix_RB.cpu().numpy()
+        key_RB = np.where(prefix_RB < self.prefixes, prefix_RB * V + drawn_RB, none)
+        run_R1 = np.arange(self.runs)[:, None]
+        is_wanted_RK = np.zeros((self.runs, none + 1), bool)
+        is_wanted_RK[run_R1, key_RB] = True
+        is_wanted_RK[:, none] = False
+        wanted = max(int(is_wanted_RK.sum(-1).max()), 1)
+        has_parted = is_wanted_RK[:, :none].reshape(-1, V).sum(-1).max() > 1
         if not has_parted and wanted > COMPACT_AT * self.prefixes:
             return False
-        new_RB = first_RB.cumsum(-1) - 1
-        to_RB = torch.where(first_RB, new_RB, wanted)
-        key_RN = sorted_RB.new_zeros(self.runs, wanted + 1).scatter_(1, to_RB, sorted_RB)[:, :-1]
-        self._move(key_RN // V, key_RN % V, filled=self.prompt_length + t)
-        new_RB = torch.where(sorted_RB < none, new_RB, wanted)
-        self.prefix_RB = new_RB.new_zeros(new_RB.shape).scatter_(1, order_RB, new_RB)
+        new_RK = is_wanted_RK.cumsum(-1) - 1
+        run_K, key_K = is_wanted_RK.nonzero()
+        key_RN = np.zeros((self.runs, wanted), np.int64)
+        key_RN[run_K, new_RK[run_K, key_K]] = key_K
+        new_RK[:, none] = wanted
+        found = (torch.from_numpy(value).to(self.noise_LRB.device) for value in (*divmod(key_RN, V), new_RK[run_R1, key_RB]))
+        parent_RN, token_RN, self.prefix_RB = found
+        self._move(parent_RN, token_RN, filled=self.prompt_length + t)
         return True
 
     def _move(self, parent_RN: Tensor, token_RN: Tensor, filled: int) -> None:
