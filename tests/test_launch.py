@@ -9,9 +9,11 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -31,6 +33,7 @@ from aggcli.rules import SAMPLE_MEAN
 from aggcli.training.loop import TrainedStep
 from aggcli.training.report import RunReport
 from aggcli.training.stack import RunSpec
+from aggcli.world import ALONE
 from tests.cli import aggcli, completed, records, refused, results_of, started
 from tests.fixtures import MODES
 from tests.train_worker import flags
@@ -39,6 +42,28 @@ FLAGS = flags(steps=None)
 
 
 LAUNCHERS = {"here": Here, "processes": lambda: Processes(2)}
+
+
+@pytest.mark.parametrize(
+    ("place", "command", "meanwhile"), [(Processes, "compare", 1), (Processes, "run", 0), (Here, "compare", 0)]
+)
+def test_a_comparison_imports_what_follows_once_while_its_shares_are_elsewhere(
+    place: type[Processes] | type[Here], command: str, meanwhile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def run(self: object, work: Work, shares: Sequence[object], hear: object) -> Iterator[Outcome]:
+        called.append("shares")
+        yield Outcome(0, training.Trained())
+
+    monkeypatch.setattr(place, "run", run)
+    monkeypatch.setattr(training, "_import_what_follows", lambda: (time.sleep(0.05), called.append("imports")))
+    request = SimpleNamespace(command=command, config=SimpleNamespace(training=SimpleNamespace(steps=1)))
+    share = SimpleNamespace(request=request, world=ALONE, directory=Path())
+    before = set(threading.enumerate())
+    training._launched(Processes(1) if place is Processes else Here(), [cast(training.TrainingShare, share)])
+    assert sorted(called) == [*["imports"] * meanwhile, "shares"]
+    assert set(threading.enumerate()) == before, "no import is left to run beside what comes next"
 
 
 def _squared(share: int, link: Link) -> tuple[int, int]:

@@ -73,6 +73,25 @@ def test_a_single_run_imports_nothing_that_only_comparisons_and_figures_need(tmp
     assert "scipy.stats" not in found, "which takes a second, half of what torch does"
 
 
+@pytest.mark.slow
+def test_what_the_answer_and_the_curves_of_a_comparison_need_is_what_is_imported_while_it_trains(results: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from aggcli.jobs import training, training_words\n"
+        "training._import_what_follows(); before = set(sys.modules)\n"
+        "from aggcli.analysis.histories import read_histories; from aggcli.analysis.study import study\n"
+        "from aggcli.report.training_tables import training_table\n"
+        "directory = Path(sys.argv[1]); study(read_histories([directory])[0]); print(training_words.draw_curves(directory))\n"
+        "print('torch' in before, *set(sys.modules) - before)"
+    )
+    figure, imported = completed("-c", program, results).stdout.splitlines()
+    had_torch, *later = imported.split()
+    assert figure.startswith("figure: ")
+    assert had_torch == "False"
+    packages = {name.rpartition(".")[0] for name in later}
+    assert not packages & {"scipy", "scipy.special", "matplotlib", "aggcli.report"}, later
+    assert not {"pandas", "aggcli.analysis.study"} & set(later)
+
+
 @pytest.mark.parametrize(
     ("begun", "offered"), [("run --recipe da", "dapo"), ("run --optimizer s", "sgd"), ("run --dtype b", "bfloat16")]
 )

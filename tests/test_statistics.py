@@ -86,7 +86,7 @@ def test_the_t_test_and_the_interquartile_mean_are_those_of_scipy(n: int):
         values = np.random.default_rng([n, seed]).normal(0.3, 1.0, n).tolist()
         found = paired_test(seeds(values), seeds([0.0] * n))
         assert found is not None
-        assert found.p == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue, rel=1e-12)
+        assert found.p == pytest.approx(stats.ttest_1samp(values, 0.0)[1], rel=1e-12)
         assert interquartile_mean(values) == pytest.approx(stats.trim_mean(values, 0.25), rel=1e-12)
 
 

@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import expit, logit, stdtr, stdtrit
 
 from aggcli.measurement.words import plural
 
@@ -85,13 +84,21 @@ class DifferenceTest:
     variances: tuple[float, float] | None = None
 
 
-def student_t(freedom: float) -> float:
-    """How many standard errors a two-sided 95 % Student-t interval reaches with these degrees of freedom."""
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+_UP_TO = (1 + CONFIDENCE) / 2
+
+
+def student_t(freedom: float, up_to: float = _UP_TO) -> float:
+    """How many standard errors a two-sided 95 % Student-t interval reaches with these degrees of freedom; `up_to`: or the
+    quantile of that law."""
+    from scipy.special import stdtrit  # takes long to import, and a single run needs no statistics
+
+    return float(stdtrit(freedom, up_to))
 
 
 def two_sided_p(t: float, freedom: float) -> float:
     """The chance of a Student-t value as far from 0 as `t`, either way, with these degrees of freedom."""
+    from scipy.special import stdtr
+
     return 2 * float(stdtr(freedom, -abs(t)))
 
 
@@ -100,7 +107,7 @@ SHARE: Bounds = (0.0, 1.0)
 POSITIVE: Bounds = (0.0, math.inf)
 
 
-def interval(values: Sequence[float], bounds: Bounds | None = None, *, up_to: float = (1 + CONFIDENCE) / 2) -> Interval:
+def interval(values: Sequence[float], bounds: Bounds | None = None, *, up_to: float = _UP_TO) -> Interval:
     """The mean of `values` (one a seed) and its 95 % interval, standard deviation with n-1.
 
     `bounds`: what the numbers lie between by their meaning; the interval is then taken on the logit scale of the mean, or with
@@ -120,8 +127,10 @@ def interval(values: Sequence[float], bounds: Bounds | None = None, *, up_to: fl
     if bounds is None or not (bounds[0] <= min(values) and max(values) <= bounds[1]):
         return Interval(mean, mean - reach, mean + reach, n)
     if bounds == POSITIVE:
-        up = float(stdtrit(n - 1, up_to)) * spread
+        up = student_t(n - 1, up_to) * spread
         return Interval(mean, mean * math.exp(-reach / mean), mean * math.exp(min(up / mean, _FURTHEST)), n)
+    from scipy.special import expit, logit
+
     width = bounds[1] - bounds[0]
     share = (mean - bounds[0]) / width
     reach /= width * share * (1 - share)

@@ -154,8 +154,8 @@ def compare(
     response limit, in a replay by the longest response (said and recorded).
     prompt_mean is left out, with the reason, where rollouts have no group_index, unless --modes asks for it.
     """
-    directories, rollouts = _told_apart(paths or ())
-    kept = _kept(paths or ())
+    directories, rollouts = _told_apart(paths) if paths else ([], [])
+    kept = _kept(paths) if paths else []
     given = with_paths(given, rollouts)
     if metric and not curves:
         raise SettingError("--metric: names a column of the logs of other trainers; give their runs with --curves")

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,8 @@ from aggcli.errors import RecordError, RolloutError, SettingError, some, told
 from aggcli.jobs import recording
 from aggcli.jobs.listening import Listener, Progress, listener, say
 from aggcli.jobs.recording import Files, Sent
-from aggcli.jobs.training_words import accuracy_before, foretell, summary_of
+from aggcli.jobs.training_words import accuracy_before, foretell, import_drawing, summary_of
+from aggcli.launch.here import Here
 from aggcli.measurement.words import plural
 from aggcli.records import MANIFEST
 from aggcli.report.notebook import Shown
@@ -247,7 +248,6 @@ def train(request: TrainingRequest, world: World | None = None) -> TrainingResul
 
 def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
     from aggcli import grid
-    from aggcli.launch.here import Here
 
     setup = grid.set_up(request.config, here=request.config.launch.launcher != "ray")
     for note in setup.recorded.notes if setup.recorded is not None else ():
@@ -339,7 +339,12 @@ def _launched(launcher: Launcher, shares: Sequence[TrainingShare]) -> list[Train
             elif speaks:
                 say(message)
 
+        imports = threading.Thread(target=_import_what_follows)
+        if share.request.command == "compare" and not isinstance(launcher, Here):
+            imports.start()
         outcomes = [_arrived(outcome, share.directory) for outcome in launcher.run(trained, shares, hear)]
+        if imports.is_alive():
+            imports.join()
     if any(outcome.is_interrupted for outcome in outcomes):
         if speaks and len(asked) == 1 and steps:
             number = (
@@ -351,6 +356,15 @@ def _launched(launcher: Launcher, shares: Sequence[TrainingShare]) -> list[Train
         if outcome.error is not None:
             raise outcome.error
     return [outcome.result for outcome in outcomes]
+
+
+def _import_what_follows() -> None:
+    """Import what the answer and the curves need, while shares are at work elsewhere and this process waits for them."""
+    with suppress(Exception):  # what cannot be imported is told of where it is needed
+        import aggcli.analysis.study
+        import aggcli.report.training_tables  # noqa: F401
+
+        import_drawing()
 
 
 def _with_groups(request: TrainingRequest, setup: Setup, world: World) -> tuple[Rule, ...]:

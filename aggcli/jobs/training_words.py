@@ -250,9 +250,15 @@ def steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
     }
 
 
+def import_drawing() -> None:
+    """Import what draws curves, which takes a second."""
+    os.environ["MPLBACKEND"] = "agg"  # a backend that matplotlib does not know stops its import
+    import aggcli.report.curves  # noqa: F401
+
+
 def draw_curves(directory: Path) -> str:
     """Draw the learning curves of a comparison beside its records; what is to be said of it."""
-    os.environ["MPLBACKEND"] = "agg"
+    import_drawing()
     from aggcli.analysis.frames import read_frames
     from aggcli.analysis.histories import read_histories
     from aggcli.analysis.study import compared_runs
