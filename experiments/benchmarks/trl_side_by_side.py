@@ -9,7 +9,8 @@ demonstrations (TRL's own model, a two-layer Llama of width 64, is taught here t
 1. TRL 1.16, one process of `--steps` steps: median seconds a step, and the seconds of the whole process.
 2. aggcli, R = 1 (`run`), 4 (four modes) and 20 (4 modes x 5 seeds, `compare`): the whole command, and one run's step in it.
 3. The ratios: a step of one run, a run's step in the stack of 20, and the whole of 20 runs against 20 TRL processes.
-4. Where the time goes, and the share of the machine's measured float32 matmul rate.
+4. Where the time goes; the floating-point operations that a run's step does, counted by torch, beside those that it needs if
+   every row is read as it stands; and the share of the machine's measured float32 matmul rate that the stack of 20 reaches.
 
 The response lengths of both sides are printed, since the time depends on them.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -178,20 +180,48 @@ def timed(command: list[str], threads: int, **environment: str) -> tuple[float, 
 
 def shares(runs: int, steps: int) -> dict[str, float]:
     """Where the time of one process goes that trains `runs` runs: the shares of a step's parts, medians over steps."""
-    from aggcli import grid
-    from aggcli.config import settings_from
-    from aggcli.rules import MODES
-    from aggcli.world import ALONE
-
-    setup = grid.set_up(settings_from({"steps": steps, "max_response_length": LIMIT}))
-    modes = MODES if runs >= len(MODES) else MODES[:runs]
-    trainer = grid.trainer_of(setup, grid.runs_of(setup.config, modes, range(runs // len(modes)), LIMIT), ALONE)
+    trainer = trainer_of(runs, steps)
     sampling, reporting = Stopwatch(trainer.sampler, "step"), Stopwatch(trainer.reporter, "step")
     seconds = [done.seconds for done in trainer.steps()][1:]
     parts = {"sampling": statistics.median(sampling.seconds[1:]), "records": statistics.median(reporting.seconds[1:])}
     step = statistics.median(seconds)
     parts["gradient and update"] = step - sum(parts.values())
     return {name: part / step for name, part in parts.items()}
+
+
+def trainer_of(runs: int, steps: int) -> Any:
+    """Trains as many runs as a share has: the first seeds of all modes."""
+    from aggcli import grid
+    from aggcli.config import settings_from
+    from aggcli.rules import MODES
+    from aggcli.world import ALONE
+
+    setup = grid.set_up(settings_from({"steps": steps, "max_response_length": LIMIT}))
+    seeds = range(-(-runs // len(MODES)))
+    return grid.trainer_of(setup, grid.runs_of(setup.config, MODES, seeds, LIMIT)[:runs], ALONE)
+
+
+def step_operations(runs: int, steps: int) -> dict[str, float]:
+    """Floating-point operations of a run's step, medians over steps but the first: `done`, as torch counts those of matrix
+    products, and `needed` by the linear layers to decode (2 a parameter and token) and to train (6) if every row were read."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from aggcli.policy.transformer import shapes
+
+    trainer = trainer_of(runs, steps)
+    shape = trainer.policy.start.shape
+    sizes = [math.prod(size) for name, size in shapes(shape).items() if name not in ("embedding", "position")]
+    counted = []
+    taken = trainer.steps()
+    while True:
+        with FlopCounterMode(display=False) as counter:
+            step = next(taken, None)
+        if step is None:
+            break
+        read = step.tokens + runs * PROMPTS * GROUP * trainer.policy.start.prompt_length
+        counted.append((counter.get_total_flops() / runs, 8 * sum(sizes) * read / runs))
+    done, needed = zip(*counted[1:], strict=True)
+    return {"done": statistics.median(done), "needed": statistics.median(needed)}
 
 
 def step_seconds(results: Path) -> float:
@@ -235,15 +265,6 @@ def matmul_rate(threads: int) -> float:
     return 2 * 1024**3 / statistics.median(times[2:])
 
 
-def step_operations(tokens: float) -> float:
-    """Floating-point operations of the matrix products of one run's step, attention left out: 2 a parameter and token to
-    decode, 6 to train."""
-    from aggcli.policy.transformer import PolicyConfig, shapes
-
-    matrices = [shape for name, shape in shapes(PolicyConfig(14, 64)).items() if name not in ("embedding", "position")]
-    return 8 * sum(rows * columns for rows, columns in matrices) * tokens
-
-
 def measure(steps: int, threads: int) -> dict[str, Any]:
     from aggcli.tasks import make_task
 
@@ -267,7 +288,7 @@ def measure(steps: int, threads: int) -> dict[str, Any]:
             }
     final = json.loads(told_us)["modes"]
     trl_step = statistics.median(trl["steps"][2:])
-    tokens = PROMPTS * GROUP * final["sample_mean"]["response_length"]["mean"]
+    operations = step_operations(20 // costs[20]["cut_into"], min(steps, 30))
     rate = matmul_rate(threads)
     single, stacked = (costs[runs]["ms_per_run_and_step"] / 1e3 for runs in (1, 20))
     return {
@@ -282,7 +303,8 @@ def measure(steps: int, threads: int) -> dict[str, Any]:
             "20_trl_processes_over_the_stack": 20 * whole / seconds[20],
         },
         "matmul_gflops": rate / 1e9,
-        "share_of_matmul_rate": step_operations(tokens) / stacked / rate,
+        "operations": operations,
+        "share_of_matmul_rate": operations["done"] / stacked / rate,
     }
 
 
@@ -300,6 +322,8 @@ def show(found: dict[str, Any]) -> None:
     print(f"response length: TRL {trl['length'][0]:.1f} to {trl['length'][1]:.1f}; final accuracy, aggcli: {accuracy}")
     for name, ratio in ratios.items():
         print(f"{name.replace('_', ' ')}: {ratio:.1f}")
+    done, needed = (found["operations"][name] / 1e9 for name in ("done", "needed"))
+    print(f"a run's step: {done:.2f} GFLOP of matrix products; {needed:.2f} GFLOP if every row were read as it stands")
     share = found["share_of_matmul_rate"]
     print(f"float32 matmul of the machine: {found['matmul_gflops']:.0f} GFLOP/s; the stack's share of it: {share:.2f}")
     for runs, cost in found["stack"].items():
