@@ -13,6 +13,8 @@ import torch
 
 from aggcli.config import settings_from
 from aggcli.errors import RolloutError
+from aggcli.layout.views import GlobalView
+from aggcli.measurement.groups import group_values
 from aggcli.objective.weights import rule_weights
 from aggcli.rules import PROMPT_MEAN
 from tests.cli import aggcli, compared, exactly, per_layout, records, refused, replay, write_jsonl
@@ -293,3 +295,16 @@ def test_a_single_rollout_is_not_announced_as_equal_rewards(tmp_path, capsys) ->
     told = compared(capsys, tmp_path, rows)
     assert "zero-variance groups 1/2: every advantage in them is 0" in told.err
     assert "equal rewards" not in told.err
+
+
+def test_each_run_of_a_stack_has_the_numbers_of_its_own_groups() -> None:
+    """Rewards 1 1 | 1 0 in two groups of the first run, none in the second, 0 0 in one group of the third."""
+    reward_S = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    group_S, run_S = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 0, 0, 0, 2, 2])
+    first, none, third = group_values(GlobalView(reward_S, torch.arange(6), group_S, run_S), 1.0, 3)
+    assert first["raw_reward_batch_std"] == 0.5  # mean 3/4: sqrt((3 * 1/16 + 9/16) / 3)
+    assert [first[name] for name in ("groups", "zero_variance_groups", "all_right_groups", "all_wrong_groups")] == [2, 1, 1, 0]
+    assert [first[name] for name in ("pass@1", "pass@2", "pass@4", "pass@4/groups_left_out")] == [0.75, 1.0, None, 2]
+    assert none == {}
+    assert [third[name] for name in ("groups", "zero_variance_groups", "all_right_groups", "all_wrong_groups")] == [1, 1, 0, 1]
+    assert [third[name] for name in ("raw_reward_batch_std", "pass@1", "pass@2")] == [0.0, 0.0, 0.0]

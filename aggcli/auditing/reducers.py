@@ -19,7 +19,7 @@ from torch import Tensor
 from aggcli.errors import SettingError
 from aggcli.layout.context_parallel import owner_of_tokens
 from aggcli.layout.schedule import Schedule
-from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, distinct
 
 Signature = Literal["slime", "matrix", "flat"]
 SIGNATURES: tuple[Signature, ...] = ("slime", "matrix", "flat")
@@ -255,7 +255,7 @@ def _counts(rule: ReducerRule, step: RolloutBatch, schedule: Schedule, rank: int
     divisor = rule.divisor or float(max(int(step.response_length_S.max()), 1))
     total, ranks, cuts = int(tokens_S.sum()), len(schedule.partitions), len(schedule.micro_batches[rank])
     values = (
-        *(total, total, step.num_samples, int(is_first(step.rollout_S).sum()), int(is_first(groups).sum())),
+        *(total, total, step.num_samples, distinct(step.rollout_S), distinct(groups)),
         *(ranks, ranks, cp, int(tokens_S[mine].sum()), len(mine), cuts, cuts, cuts, divisor, divisor, divisor),
     )
     return dict(zip(COUNTS, values, strict=True))

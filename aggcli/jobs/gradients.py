@@ -147,7 +147,7 @@ def gradients(config: RunConfig) -> GradientsResult:
 
 
 def _steps(setup: Setup, trainer: Trainer, runs: list[Any]) -> Iterator[StepGradients]:
-    from aggcli.rollouts.batch import is_first
+    from aggcli.rollouts.batch import distinct
     from aggcli.training.gradients import mode_gradients
 
     count = 1 if setup.recorded is None else len(setup.recorded.batches)
@@ -158,7 +158,7 @@ def _steps(setup: Setup, trainer: Trainer, runs: list[Any]) -> Iterator[StepGrad
                 trainer.policy, runs, step, tokens_SL, trainer.layout, setup.config.objective, old_T, reference_T
             )
             tokens = int(step.loss_mask_T.sum())
-            yield _told(number, step.name, int(is_first(step.rollout_S).sum()), tokens, found)
+            yield _told(number, step.name, distinct(step.rollout_S), tokens, found)
             number += 1
 
 

@@ -76,7 +76,7 @@ class Replay:
         scale = reward_scale(batch, self.config.correct_threshold)
         extra: Values = {} if found.kept is None else {"groups_generated": found.generated, "groups_kept": found.kept}
         parts = optimizer_steps(batch, self.config.layout.global_batch_size)
-        groups = group_values(GlobalView.of(batch), self.config.correct_threshold)
+        (groups,) = group_values(GlobalView.of(batch), self.config.correct_threshold)
         for at, part in enumerate(parts, start=number):
             step = batch.select(torch.tensor(part.positions, dtype=torch.int64), name=part.name)
             modes, left_out = self._usable_modes(step, batch, parts)

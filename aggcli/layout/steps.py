@@ -10,7 +10,7 @@ from itertools import pairwise
 from aggcli.config import DEFAULT_LAYOUTS, LayoutConfig
 from aggcli.errors import RolloutError
 from aggcli.layout.schedule import RECORDED, Layout, Schedule, parse_layout, split_rollouts
-from aggcli.rollouts.batch import RecordedStep, RolloutBatch, group_of_rollout, is_first
+from aggcli.rollouts.batch import RecordedStep, RolloutBatch, distinct, group_of_rollout
 from aggcli.rules import Rule
 
 
@@ -33,7 +33,7 @@ def optimizer_steps(batch: RolloutBatch, global_batch_size: int | None) -> list[
         return [_recorded_part(_part_name(batch.name, at, len(steps)), step) for at, step in enumerate(steps)]
     cut_up = split_rollouts(batch.rollout_S.tolist(), global_batch_size)
     notes = []
-    rollouts = int(is_first(batch.rollout_S).sum())
+    rollouts = distinct(batch.rollout_S)
     if rollouts % global_batch_size and len(cut_up) > 1:
         notes.append(
             f"{rollouts} rollouts are no multiple of --global-batch-size {global_batch_size}:"

@@ -29,7 +29,8 @@ TOKENS_OF_PIECE = 2**16
 
 @dataclass(frozen=True, eq=False)
 class GlobalView:
-    """Fields that need whole groups: the raw rewards of the whole rollout batch (pass@k), one entry a training sample.
+    """Fields that need whole groups: the raw rewards of the whole rollout batch (pass@k), one entry a training sample. The runs
+    of a stack have no group in common.
 
     `has_advantage_S`: whether a trained token of the sample has an advantage that is not 0; None without advantages.
     """
@@ -37,6 +38,7 @@ class GlobalView:
     raw_reward_S: Tensor | None
     rollout_S: Tensor
     group_S: Tensor
+    run_S: Tensor
     has_advantage_S: Tensor | None = None
 
     @classmethod
@@ -45,7 +47,7 @@ class GlobalView:
         has_S = None
         if batch.advantages_T is not None:
             has_S = batch.count_S(batch.loss_mask_T & (batch.advantages_T != 0)) > 0
-        return cls(batch.reward_S, batch.rollout_S, batch.group_S, has_S)
+        return cls(batch.reward_S, batch.rollout_S, batch.group_S, batch.run_S, has_S)
 
 
 class Rank(NamedTuple):

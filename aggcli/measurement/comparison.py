@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from aggcli.measurement.report import LayoutReport, RankReport
 from aggcli.measurement.words import apart, listed, plural
@@ -19,8 +20,7 @@ _NOT_COMPARED = "micro_batches"
 """A layout may choose its micro-batches."""
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A number under two layouts. `size`: the sum of its absolute terms, the larger of the two layouts'."""
 
     rule: str

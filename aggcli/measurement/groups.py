@@ -11,38 +11,47 @@ from aggcli.layout.views import GlobalView
 from aggcli.measurement.local import is_correct
 from aggcli.measurement.report import Values
 from aggcli.objective.advantages import DistinctRollouts, distinct_rollouts, group_statistics
-from aggcli.rollouts.batch import NO_GROUP, group_of_rollout
+from aggcli.rollouts.batch import NO_GROUP, group_of_rollout, is_first
 
 
-def group_values(view: GlobalView, threshold: float) -> Values:
-    """Zero-variance, all-right and all-wrong groups, and pass@k; empty without rewards or without groups."""
+def group_values(view: GlobalView, threshold: float, runs: int = 1) -> list[Values]:
+    """Of each run: zero-variance, all-right and all-wrong groups, and pass@k; empty without rewards or without samples, and the
+    spread of its rewards alone without groups."""
     if view.raw_reward_S is None:
-        return {}
+        return [{} for _ in range(runs)]
     rollouts = distinct_rollouts(view.raw_reward_S, view.rollout_S, view.group_S)
-    spread = _std(rollouts.reward_G[~rollouts.reward_G.isnan()])
-    if (view.group_S == NO_GROUP).all():
-        return {"raw_reward_batch_std": spread}
+    run_G, grouped_G = view.run_S[is_first(view.rollout_S)], rollouts.group_G != NO_GROUP
     groups = group_statistics(rollouts)
+    run_P = torch.zeros_like(groups.count_P).scatter(0, rollouts.group_G[grouped_G], run_G[grouped_G])
     scored_P = groups.count_P > 0
     right_P = correct_per_group(rollouts, threshold)
     flat_P = groups.flat_P if view.has_advantage_S is None else ~_any_in_group(view, view.has_advantage_S, len(groups.flat_P))
     wrong_P = scored_P & (right_P == 0)
-    values: Values = {
-        "raw_reward_batch_std": spread,
-        "groups": int(scored_P.sum()),
-        "zero_variance_groups": int((flat_P & scored_P).sum()),
-        "all_right_groups": int((scored_P & (right_P == groups.count_P)).sum()),
-        "all_wrong_groups": int(wrong_P.sum()),
-        "all_wrong_groups_with_advantage": int((wrong_P & ~flat_P).sum()),
+    counted = {
+        "groups": scored_P,
+        "zero_variance_groups": flat_P & scored_P,
+        "all_right_groups": scored_P & (right_P == groups.count_P),
+        "all_wrong_groups": wrong_P,
+        "all_wrong_groups_with_advantage": wrong_P & ~flat_P,
     }
-    return values | pass_at(groups.count_P[scored_P].tolist(), right_P[scored_P].tolist())
+    of_runs = {name: torch.bincount(run_P[is_P], minlength=runs).tolist() for name, is_P in counted.items()}
+    scored_G, samples_R = ~rollouts.reward_G.isnan(), torch.bincount(view.run_S, minlength=runs).tolist()
+    has_groups_R = torch.bincount(run_G[grouped_G], minlength=runs).tolist()
+    found: list[Values] = []
+    for run in range(runs):
+        values: Values = {"raw_reward_batch_std": _std(rollouts.reward_G[scored_G & (run_G == run)])} if samples_R[run] else {}
+        if has_groups_R[run]:
+            own_P = scored_P & (run_P == run)
+            values |= {name: of_run[run] for name, of_run in of_runs.items()}
+            values |= pass_at(groups.count_P[own_P].tolist(), right_P[own_P].tolist())
+        found.append(values)
+    return found
 
 
 def _any_in_group(view: GlobalView, chosen_S: torch.Tensor, groups: int) -> torch.Tensor:
     """Whether a sample of each prompt group is among the chosen, bool [P]."""
     group_S = group_of_rollout(view.group_S, view.rollout_S)
-    found_P = torch.zeros(groups, dtype=torch.int64)
-    return found_P.index_add_(0, group_S.clamp(min=0), (chosen_S & (group_S != NO_GROUP)).long()) > 0
+    return torch.bincount(group_S[chosen_S & (group_S != NO_GROUP)], minlength=groups) > 0
 
 
 def _std(reward_G: torch.Tensor) -> float | None:

@@ -14,7 +14,7 @@ from aggcli.measurement.notes import skipped
 from aggcli.measurement.words import plural
 from aggcli.objective.step import step_inputs, with_advantages
 from aggcli.objective.weights import need_groups
-from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, group_of_rollout, is_first
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, distinct, group_of_rollout, is_first
 from aggcli.rules import MODES
 
 
@@ -74,7 +74,7 @@ def _counts(batch: RolloutBatch) -> dict[str, Any]:
     sizes = sizes[sizes > 0]
     return {
         "samples": batch.num_samples,
-        "rollouts": int(is_first(batch.rollout_S).sum()),
+        "rollouts": distinct(batch.rollout_S),
         "prompts": sizes.numel(),
         "group_sizes": sorted(set(sizes.tolist())),
         "groups_found": batch.grouping or ("named in the file" if sizes.numel() else None),

@@ -348,9 +348,9 @@ def _sequence_columns(view: LocalView) -> tuple[dict[Key, Tensor], dict[Key, Ten
 def marks(sample_S: Tensor) -> Tensor:
     """A mark of each sample by its position in the step: whole numbers below 2^31 that look random, so that no two choices of
     samples have one sum, but by a chance of 5e-10; their sums are exact in float64 for up to 4 million samples."""
-    mixed_S = (sample_S + 1) * 2654435761 % 2**32
+    mixed_S = (sample_S.numpy() + 1) * 2654435761 % 2**32
     mixed_S = (mixed_S ^ (mixed_S >> 15)) * 2246822519 % 2**32
-    return ((mixed_S ^ (mixed_S >> 13)) % 2**31).double()
+    return torch.from_numpy((mixed_S ^ (mixed_S >> 13)) % 2**31).double()
 
 
 def is_correct(reward: Tensor, threshold: float) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -25,7 +26,7 @@ from aggcli.measurement.samples import sample_columns, weight_of_samples
 from aggcli.measurement.tokens import overflowing
 from aggcli.measurement.trained_rollouts import over_trained_rollouts
 from aggcli.objective.step import StepInputs, in_layout
-from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, is_first
+from aggcli.rollouts.batch import NO_GROUP, distinct
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def report_step(
     A metric that overflows is None, and `skipped` says why. Raises `RolloutError` where the loss overflows.
     """
     step, rules, total = inputs.step, inputs.names, measured[0].total
-    shared = groups | {"rollouts": int(is_first(step.rollout_S).sum()), "prompts": _count_groups(step)}
+    shared = groups | {"rollouts": distinct(step.rollout_S), "prompts": distinct(step.group_S[step.group_S != NO_GROUP])}
     mark_S = marks(torch.arange(step.num_samples)).tolist()
     reports = [_layout_report(of_layout, inputs, mark_S, shared) for of_layout in measured]
     reasons = _overflows(inputs, total, measuring)
@@ -206,12 +207,9 @@ def _layout_report(measured: MeasuredLayout, inputs: StepInputs, mark_S: Sequenc
 
 def _not_once(schedule: Schedule, samples: int) -> list[str]:
     """In words: the samples of the step that the layout gives to no rank, or more than once."""
+    if sorted(chain.from_iterable(schedule.partitions)) == list(range(samples)):
+        return []
     times = Counter(sample for partition in schedule.partitions for sample in partition)
     lost, twice = [at for at in range(samples) if not times[at]], [at for at in times if times[at] > 1]
     told = (("held by no rank", lost), ("held more than once", sorted(twice)))
     return [f"{'sample' if len(of) == 1 else 'samples'} {some(of)}: {how}" for how, of in told if of]
-
-
-def _count_groups(step: RolloutBatch) -> int:
-    known_S = step.group_S[step.group_S != NO_GROUP]
-    return int(is_first(known_S).sum())

@@ -19,7 +19,7 @@ from aggcli.objective.policy_loss import OF_SEQUENCES, averaged_log_ratio
 from aggcli.objective.reducer import Reducer, reducer_weights
 from aggcli.objective.sequences import sequence_numbers
 from aggcli.objective.weights import masked_weights
-from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, Spread, first_where, is_first
+from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, Spread, distinct, first_where
 from aggcli.rules import CUSTOM, SAMPLE_MEAN, TOKEN_MEAN, Rule, names_of
 
 
@@ -279,5 +279,5 @@ def _check_ratio(step: RolloutBatch, tokens: dict[str, Tensor], objective: Objec
 def _custom_weights(reducer: Reducer, step: RolloutBatch, objective: ObjectiveConfig) -> Tensor:
     weight_T = reducer_weights(reducer, step, calculate_per_token_loss=objective.calculate_per_token_loss)
     if objective.custom_reducer_scale == "rollouts":
-        return weight_T / int(is_first(step.rollout_S).sum())
+        return weight_T / distinct(step.rollout_S)
     return weight_T

@@ -339,8 +339,13 @@ def first_of_rollout(rollout_S: Tensor) -> Tensor:
 
 
 def is_first(key_S: Tensor) -> Tensor:
-    """True at the first sample of each key, such as each rollout; summing it counts distinct keys."""
+    """True at the first sample of each key, such as each rollout."""
     return first_of_rollout(key_S) == torch.arange(key_S.numel(), device=key_S.device)
+
+
+def distinct(key_S: Tensor) -> int:
+    """How many keys there are, such as rollouts: dense ids, not below 0."""
+    return int(torch.bincount(key_S).count_nonzero())
 
 
 def group_of_rollout(group_S: Tensor, rollout_S: Tensor) -> Tensor:

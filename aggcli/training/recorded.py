@@ -20,7 +20,7 @@ from aggcli.objective.step import with_advantages
 from aggcli.policy.log_probs import response_log_probs
 from aggcli.policy.protocol import Policy
 from aggcli.policy.transformer import Parameters, PolicyConfig
-from aggcli.rollouts.batch import RolloutBatch, is_first
+from aggcli.rollouts.batch import RolloutBatch, distinct
 from aggcli.training.rollout import SampledRollouts
 from aggcli.training.stack import RunSpec
 
@@ -63,7 +63,7 @@ def prepared(batches: Iterable[RolloutBatch], config: RunConfig, vocabulary_size
         if found.batch is None:
             left_out.append(f"{batch.name}: {'; '.join(found.notes)}")
             continue
-        groups = int(is_first(found.batch.group_S[found.batch.group_S >= 0]).sum())
+        groups = distinct(found.batch.group_S[found.batch.group_S >= 0])
         generated.append(groups if found.generated is None else found.generated)
         notes.update(dict.fromkeys(f"{batch.name}: {note}" for note in found.notes))
         ready.append(
@@ -125,7 +125,7 @@ class RecordedSampler:
             labels=dataclasses.replace(copies.labels, rollouts=(), groups=()),
             notes=(),
         )
-        kept = int(is_first(batch.group_S[batch.group_S >= 0]).sum())
+        kept = distinct(batch.group_S[batch.group_S >= 0])
         return SampledRollouts(stacked, padded_tokens(stacked), [self.recorded.generated[step]] * count, [kept] * count)
 
 

@@ -122,10 +122,7 @@ class Reporter:
 
     def groups(self, batch: RolloutBatch, runs: int) -> list[Values]:
         """The numbers of each run that need whole groups, from the whole rollout batch."""
-        return [
-            group_values(GlobalView.of(own), self.config.correct_threshold) if own.num_samples else {}
-            for own in by_run(batch, runs)
-        ]
+        return group_values(GlobalView.of(batch), self.config.correct_threshold, runs)
 
     def _stack(self, runs: Mapping[int, RunSpec], step: RolloutBatch, given: StepTokens, found: Gradient) -> _Stack:
         specs, at_R = list(runs.values()), torch.tensor(list(runs))
