@@ -22,10 +22,11 @@ from aggcli.jobs.compare import ComparisonOptions
 from aggcli.jobs.curves import compare_curves, compare_kept
 from aggcli.jobs.plot import plot
 from aggcli.report.curves import learning_curves
-from tests.cli import aggcli, refused
+from tests.cli import aggcli, refused, strict_json
 from tests.test_curves_of_trainers import NO_FIT, own_records, put, trainer_state, written
 from tests.test_page import Page
 from tests.test_page_shown import Outline
+from tests.test_schema import validator_of
 
 
 def unpaired(folder: Path) -> list[str]:
@@ -52,6 +53,9 @@ def test_what_was_kept_is_compared_and_drawn_again_without_the_logs(tmp_path: Pa
     assert found.page == out / "figures" / "report.html"
     before = {path.name: path.read_bytes() for path in (out / "figures").iterdir()}
     assert set(before) == {"report.html", "effects.png", "learning_curves.png", "reward_by_tokens.png"}
+    kept = strict_json((out / "curves.json").read_text())
+    assert [error.message for error in validator_of("curves.json").iter_errors(kept)] == []
+    assert {run["source"] == "" for run in kept["runs"]} == {True, False}
     for name in ("own", "logs"):
         shutil.rmtree(tmp_path / name)
     again = compare_kept(out)

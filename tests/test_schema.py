@@ -37,6 +37,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def validator_of(file: str) -> Draft202012Validator:
+    return Draft202012Validator(schema_of(file))
+
+
 def schema_of(file: str) -> dict[str, Any]:
     whole = json_schema()
     Draft202012Validator.check_schema(whole)
@@ -56,7 +60,7 @@ def records(results: Path, file: str) -> Iterator[tuple[Path, Any]]:
 def test_every_record_that_is_written_fits_the_schema(results: Path, file: str, count: int) -> None:
     """3 steps replayed, 1 trained, 1 under 4 modes, 1 under 2 modes x 2 seeds; each under 4
     layouts, those of the example under the recorded one too; 10 runs, 2 comparisons."""
-    validator = Draft202012Validator(schema_of(file))
+    validator = validator_of(file)
     found = list(records(results, file))
     assert len(found) == count
     for path, record in found:
@@ -65,7 +69,7 @@ def test_every_record_that_is_written_fits_the_schema(results: Path, file: str, 
 
 def test_every_row_of_a_sample_file_fits_the_schema(results: Path) -> None:
     """64 samples in each of three recorded steps; the synthetic step has 128, under each of four modes."""
-    validator = Draft202012Validator(schema_of("samples"))
+    validator = validator_of("samples")
     rows = [row for path in sorted(results.rglob("step-*.parquet")) for row in pyarrow.parquet.read_table(path).to_pylist()]
     assert len(rows) == 3 * 64 + 4 * 128
     for row in rows:
@@ -75,7 +79,7 @@ def test_every_row_of_a_sample_file_fits_the_schema(results: Path) -> None:
 
 def test_a_field_that_is_not_documented_or_of_another_type_is_refused(results: Path) -> None:
     for file, inner in (("metrics.jsonl", ()), ("layouts.jsonl", ("ranks", 0)), ("manifest.json", ("environment",))):
-        validator = Draft202012Validator(schema_of(file))
+        validator = validator_of(file)
         _, record = next(records(results / "training", file))
         for change in ({"surprise": 1}, {"pg_los": 0.0}):
             changed = copy.deepcopy(record)
@@ -84,7 +88,7 @@ def test_a_field_that_is_not_documented_or_of_another_type_is_refused(results: P
                 place = place[key]
             place.update(change)
             assert not validator.is_valid(changed), (file, change)
-    metrics = Draft202012Validator(schema_of("metrics.jsonl"))
+    metrics = validator_of("metrics.jsonl")
     _, line = next(records(results / "training", "metrics.jsonl"))
     assert metrics.is_valid(line | {"samples": 8, "pass@16": 0.5, "pg_loss": None})
     for change in ({"samples": 8.5}, {"samples": None}, {"mode": 1}, {"pass@x": 0.5}, {"skipped": {"pg_loss": 1}}):

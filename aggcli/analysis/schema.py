@@ -1,5 +1,5 @@
 """The schema of what a run leaves on disk: every field of metrics.jsonl, layouts.jsonl, timings.jsonl, manifest.json
-and the files in samples/.
+and the files in samples/; and of curves.json, which a comparison of other trainers' runs leaves.
 
 The numbers come from the metric catalogue, the settings from their types; the other fields are described here.
 """
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from aggcli.config import FIELDS
 from aggcli.measurement.catalogue import METRICS, Metric, describe
-from aggcli.records import LAYOUTS, MANIFEST, SAMPLES, SCHEMA, TIMINGS
+from aggcli.records import CURVES, LAYOUTS, MANIFEST, SAMPLES, SCHEMA, TIMINGS
 from aggcli.records import METRICS as METRICS_FILE
 from aggcli.rules import Rule
 
@@ -337,6 +337,60 @@ _SAMPLE = (
     Field("weight", NUMBER, "sum of the mode's weights", "its trained tokens"),
 )
 
+_POINTS = list_of(BLANK)
+_CURVE = (
+    Field("mode", TEXT, "arm of the comparison that the run is of", "the run", required=True),
+    Field("label", TEXT, "empty: what arms are called is settled when they are compared", "the run", required=True),
+    Field(
+        "seed",
+        WHOLE,
+        "its seed; its place in the arm where seeds do not tell the runs of the arm apart",
+        "the run",
+        required=True,
+    ),
+    Field("source", TEXT, "log of another trainer that it was read from; empty for our own records", "the run", required=True),
+    Field("directory", TEXT, "folder or file that it was read from", "the run", required=True),
+    Field("status", TEXT, "our own records: how it ended", "the run", required=True),
+    Field("settings", OBJECT, "our own records: every setting by name", "the run", required=True),
+    Field("provenance", OBJECT, "our own records: versions, device, threads and ranks", "the run", required=True),
+    Field("length_unit", TEXT, "what is counted where this schema says tokens", "the run", required=True),
+    Field("modes", list_of(TEXT), "our own records of a replay: modes and rules asked for", "the run", required=True),
+    Field("steps", list_of(WHOLE), "numbers of the recorded steps, rising", "the run", "steps", True),
+    Field("tokens", _POINTS, "response tokens before each of them (as logged, of another trainer)", "the run", "tokens", True),
+    Field("seconds", _POINTS, "time before each of them", "the run", "seconds", True),
+    Field(
+        "measures",
+        {"type": "object", "additionalProperties": _POINTS},
+        "accuracy, raw_reward, a response length, entropy_loss, kl -> its value at each of them",
+        "the step",
+        required=True,
+    ),
+    Field("repeated", WHOLE, "lines that recorded a step again; the last one counts", "the run", "lines", True),
+    Field("stack", {"type": ["array", "null"], "items": NUMBER}, "what tells the stack it was trained in", "the run"),
+    Field("evaluation", {"type": ["object", "null"]}, "our own records: the policy after training", fields=_EVALUATION),
+    Field(
+        "diverged", {"type": ["array", "null"]}, "step in which it diverged, and what is said of it; null where not", "the run"
+    ),
+)
+_CURVES = (
+    Field("schema", {"const": SCHEMA}, "number of this schema", required=True),
+    Field("kind", {"const": "curves"}, "runs that other trainers made, as they were compared", required=True),
+    Field(
+        "arguments",
+        OBJECT,
+        "what was asked for",
+        required=True,
+        fields=(
+            Field("curves", list_of(TEXT), "arms, as NAME=PATTERN", required=True),
+            Field("metrics", list_of(TEXT), "columns named, as KEY=COLUMN", required=True),
+            Field("options", OBJECT, "options of the comparison by name", required=True),
+        ),
+    ),
+    Field("paired", FLAG, "whether the arms have the same seeds, and each run tells its own", required=True),
+    Field("notes", list_of(TEXT), "what each number is, and what was not there, in sentences", required=True),
+    Field("runs", list_of(OBJECT), "the runs, arm by arm", required=True, fields=_CURVE),
+)
+
 FILES: Mapping[str, tuple[str, tuple[Field, ...]]] = {
     METRICS_FILE: ("One JSON object a line, one line an optimizer step: the numbers under the layout in force.", _STEP),
     LAYOUTS: (
@@ -352,6 +406,7 @@ FILES: Mapping[str, tuple[str, tuple[Field, ...]]] = {
         _SAMPLE,
     ),
     MANIFEST: ("One JSON object: what was run, with what and where, and how it ended.", _MANIFEST),
+    CURVES: ("One JSON object, alone in its folder: what `aggcli compare --curves` has read of other trainers' logs.", _CURVES),
 }
 """File -> what it holds, and its fields."""
 SHARED = "A number is null where nothing was measured, and left out where the rollouts or the settings do not give it."
