@@ -89,7 +89,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "nobody looks whether a layout holds every sample once",
         "measurement/step.py",
-        "misplaced = _not_once(schedule, inputs.step.num_samples)",
+        "misplaced = _not_once(measured.schedule, inputs.step.num_samples)",
         "misplaced: list[str] = []",
         ("tests/test_layout_differences.py",),
     ),
@@ -172,6 +172,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "torch.ones(len(cp_ranks), dtype=torch.float64)",
         ("tests/test_layouts.py",),
     ),
+    Mutation(
+        "ranks that are measured together share their micro-batches",
+        "layout/views.py",
+        "share.micro_batch_S + start for",
+        "share.micro_batch_S for",
+        ("tests/test_pieces.py",),
+    ),
     # -- measurement --
     Mutation(
         "a length on the boundary of a quarter counts in the upper one",
@@ -183,8 +190,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "groups without a scored rollout count as of equal rewards",
         "measurement/groups.py",
-        "(flat_P & scored_P)",
-        "(flat_P)",
+        "flat_P & scored_P,",
+        "flat_P,",
         ("tests/test_groups.py",),
     ),
     Mutation(
@@ -197,8 +204,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "the spread of the batch's rewards is over training samples",
         "measurement/groups.py",
-        "spread = _std(rollouts.reward_G[~rollouts.reward_G.isnan()])",
-        "spread = _std(view.raw_reward_S[~view.raw_reward_S.isnan()])",
+        "_std(rollouts.reward_G[scored_G & (run_G == run)])",
+        "_std(view.raw_reward_S[~view.raw_reward_S.isnan() & (view.run_S == run)])",
         ("tests/test_groups.py",),
     ),
     # -- training --
