@@ -24,10 +24,10 @@ def over_trained_rollouts(inputs: StepInputs, measuring: MeasureConfig) -> dict[
     """By compared rule: each metric of `BESIDE` by the weights that its rule would give if the step held only the rollouts with
     a trained token. Left out where those are the weights in force, and under a reducer or a rule that varies with the layout.
     """
-    step = inputs.step
-    if not (0 < int(step.mask_sum_S().count_nonzero()) < step.num_samples):
+    step, tokens_S = inputs.step, inputs.step.mask_sum_S()
+    if not (0 < int(tokens_S.count_nonzero()) < step.num_samples):
         return {}
-    tokens_G = torch.zeros(int(step.rollout_S.max()) + 1, dtype=torch.int64).index_add_(0, step.rollout_S, step.mask_sum_S())
+    tokens_G = torch.zeros(int(step.rollout_S.max()) + 1, dtype=torch.int64).index_add_(0, step.rollout_S, tokens_S)
     trained_S = tokens_G[step.rollout_S] > 0
     if trained_S.all():
         return {}
@@ -36,7 +36,8 @@ def over_trained_rollouts(inputs: StepInputs, measuring: MeasureConfig) -> dict[
     kept_T = Spread(trained_S, step.response_length_S, None).whole()
     moved: dict[str, Spread | None] = {}
     found: dict[str, Values] = {name: {} for name in inputs.weighing}
-    for metric in [metric for metric in BESIDE if metric in _numbers(inputs, slice(0), measuring)]:
+    first = _numbers(inputs, next(chunks(kept_T.numel())), measuring)
+    for metric in [metric for metric in BESIDE if metric in first]:
         value_K: torch.Tensor | None = None
         for name, weighing in inputs.weighing.items():
             rule = {rule.name: rule for rule in weighing.rules}[weighing.names.of(metric)]
@@ -48,18 +49,21 @@ def over_trained_rollouts(inputs: StepInputs, measuring: MeasureConfig) -> dict[
                 moved[rule.name] = None if is_same else weight
             if (weight := moved[rule.name]) is None:
                 continue
-            value_K = _kept(metric, inputs, kept_T, measuring) if value_K is None else value_K
+            value_K = _kept(metric, inputs, kept_T, measuring, first) if value_K is None else value_K
             value = float(weight.whole() @ value_K)
             found[name][metric + OVER_TRAINED] = value if math.isfinite(value) else None
     return {name: checked(values) for name, values in found.items()}
 
 
-def _kept(metric: str, inputs: StepInputs, kept_T: torch.Tensor, measuring: MeasureConfig) -> torch.Tensor:
-    """A metric's per-token numbers at the kept tokens, float64."""
+def _kept(
+    metric: str, inputs: StepInputs, kept_T: torch.Tensor, measuring: MeasureConfig, first: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """A metric's per-token numbers at the kept tokens, float64. `first`: those of the first tokens, by metric."""
     found_K = torch.empty(int(kept_T.sum()), dtype=torch.float64)
     at = 0
     for chunk in chunks(kept_T.numel()):
-        kept_C = where_true(_numbers(inputs, chunk, measuring)[metric], kept_T[chunk])
+        numbers = _numbers(inputs, chunk, measuring) if chunk.start else first
+        kept_C = where_true(numbers[metric], kept_T[chunk])
         found_K[at : at + kept_C.numel()] = kept_C
         at += kept_C.numel()
     return found_K
