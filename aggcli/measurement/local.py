@@ -6,6 +6,7 @@ by micro-batch. Columns are made for many ranks at once; each rank then adds its
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -64,13 +65,15 @@ class Partials:
 
     def under(self, rule: str) -> Partials:
         """The same with the numbers under each run's own rule as those of this rule, which is the run's."""
+        sums, sizes = (
+            dict(zip(_under(tuple(numbers), rule), numbers.values(), strict=True)) for numbers in (self.sums, self.sizes)
+        )
+        return Partials(sums, sizes, self.maxima, self.correct_lengths)
 
-        def named(numbers: dict[Key, float]) -> dict[Key, float]:
-            return {
-                tuple(rule if of == OWN else of for of in key) if OWN in key else key: value for key, value in numbers.items()
-            }
 
-        return Partials(named(self.sums), named(self.sizes), self.maxima, self.correct_lengths)
+@functools.lru_cache(maxsize=64)
+def _under(keys: tuple[Key, ...], rule: str) -> list[Key]:
+    return [tuple(rule if part == OWN else part for part in key) for key in keys]
 
 
 @dataclass(frozen=True)
