@@ -9,31 +9,31 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from aggcli.cli.main import main
-from aggcli.layout.views import LocalView
+from aggcli.layout.schedule import Schedule
+from aggcli.layout.views import LocalView, WholeStep
 from aggcli.training import loop, report
 
 
 def plant(fault: str) -> None:
-    right_cut, right_gradient = report.cut, loop.step_gradient
+    right_cut, right_gradient = report.cut_out, loop.step_gradient
 
-    def cut(*given: Any, only: int | None = None, **named: Any) -> list[LocalView]:
-        if only is None:
-            return right_cut(*given, **named)
-        (view,) = right_cut(*given, only=0 if fault == "slice" else only, **named)
+    def cut_out(whole: WholeStep, schedules: Sequence[Schedule], cp: int, rank: int) -> LocalView:
+        view = right_cut(whole, schedules, cp, 0 if fault == "slice" else rank)
         if fault == "token":
             mask_T = view.tokens["loss_mask"].clone()
             mask_T[-1] = False
             view = dataclasses.replace(view, tokens=view.tokens | {"loss_mask": mask_T})
-        return [view]
+        return view
 
     def step_gradient(*given: Any) -> Any:
         found = right_gradient(*given)
         return dataclasses.replace(found, own_entropy_T=found.own_entropy_T + (0.01 if fault == "entropy" else 0.0))
 
-    report.cut, loop.step_gradient = cut, step_gradient
+    report.cut_out, loop.step_gradient = cut_out, step_gradient
 
 
 if __name__ == "__main__":
