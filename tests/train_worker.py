@@ -144,11 +144,13 @@ def main(output: Path) -> None:
 
 
 def _against(done: Trained, base: Trained) -> dict[str, Any]:
-    """How far each mode's parameters are from those of one rank, and how far those are from where they began."""
+    """How far each mode's parameters are from those of one rank (`parted`: as a share of the way that those have gone), and how
+    far they are from where they began."""
     policy: Any = done.trainer.policy
     start_P = torch.cat([value.flatten() for value in policy.start.initial.values()])
     return {
         "parameters": dict(zip(MODES, (done.flat_RQ - base.flat_RQ).abs().amax(1).tolist(), strict=True)),
+        "parted": ((done.flat_RQ - base.flat_RQ).norm(dim=1) / (base.flat_RQ - start_P).norm(dim=1)).tolist(),
         "moved": (base.flat_RQ - start_P).abs().amax(1).min().item(),
         "apart": (base.flat_RQ[1:] - base.flat_RQ[:1]).abs().amax(1).min().item(),
         "metrics": max(largest_difference(done.values(run), base.values(run)) for run in base.reports),
