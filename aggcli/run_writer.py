@@ -76,11 +76,13 @@ class RunWriter:
         names = (METRICS, LAYOUTS, TIMINGS) if timed else (METRICS, LAYOUTS)
         refuse_links(directory / name for name in (*names, SAMPLES, TENSORBOARD))
         _make_inside(results, name)
-        write_manifest(directory, {**self.manifest, "status": "running"})
         try:
+            write_manifest(directory, {**self.manifest, "status": "running"})
             self._open(names, resume_at, open_sinks)
         except BaseException as error:
             self._end(error)
+            if isinstance(error, FileNotFoundError) and not directory.exists():
+                raise _gone(results) from None
             raise
 
     def _open(self, names: Sequence[str], resume_at: int | None, open_sinks: OpenSinks) -> None:

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from aggcli import records, run_writer
 from aggcli.errors import RecordError
 from aggcli.run_writer import RunWriter
 from tests.cli import aggcli, environment, refused, write_jsonl
@@ -149,6 +151,22 @@ def test_results_that_are_removed_or_moved_while_a_run_goes_on_are_noticed_at_th
 def test_a_run_is_not_opened_in_results_that_were_removed(tmp_path: Path, name: str) -> None:
     with pytest.raises(RecordError, match="out: was removed or moved while it was being written; the run ends here"):
         RunWriter(tmp_path / "out", name, {})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("last", ["write_manifest", "refuse_links"])
+def test_results_that_are_removed_between_two_steps_of_opening_a_run_are_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    (tmp_path / "out").mkdir()
+
+    def then_removed(*given: Any) -> None:
+        getattr(records, last)(*given)
+        shutil.rmtree(tmp_path / "out")
+
+    monkeypatch.setattr(run_writer, last, then_removed)
+    with pytest.raises(RecordError, match="out: was removed or moved while it was being written; the run ends here"):
+        RunWriter(tmp_path / "out", "token_mean/seed-0", {})
     assert not (tmp_path / "out").exists()
 
 

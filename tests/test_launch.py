@@ -34,7 +34,7 @@ from aggcli.training.loop import TrainedStep
 from aggcli.training.report import RunReport
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE
-from tests.cli import aggcli, completed, records, refused, results_of, started
+from tests.cli import aggcli, completed, environment, records, refused, results_of, started
 from tests.fixtures import MODES
 from tests.train_worker import flags
 
@@ -44,11 +44,9 @@ FLAGS = flags(steps=None)
 LAUNCHERS = {"here": Here, "processes": lambda: Processes(2)}
 
 
-@pytest.mark.parametrize(
-    ("place", "command", "meanwhile"), [(Processes, "compare", 1), (Processes, "run", 0), (Here, "compare", 0)]
-)
-def test_a_comparison_imports_what_follows_once_while_its_shares_are_elsewhere(
-    place: type[Processes] | type[Here], command: str, meanwhile: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("place", "times"), [(Processes, 1), (Here, 0)])
+def test_what_is_done_meanwhile_is_done_once_while_shares_are_elsewhere(
+    place: type[Processes] | type[Here], times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
 
@@ -56,14 +54,29 @@ def test_a_comparison_imports_what_follows_once_while_its_shares_are_elsewhere(
         called.append("shares")
         yield Outcome(0, training.Trained())
 
+    request = SimpleNamespace(config=SimpleNamespace(training=SimpleNamespace(steps=1)))
+    share = cast(training.TrainingShare, SimpleNamespace(request=request, world=ALONE, directory=Path()))
+    launcher = Processes(1) if place is Processes else Here()
     monkeypatch.setattr(place, "run", run)
-    monkeypatch.setattr(training, "_import_what_follows", lambda: (time.sleep(0.05), called.append("imports")))
-    request = SimpleNamespace(command=command, config=SimpleNamespace(training=SimpleNamespace(steps=1)))
-    share = SimpleNamespace(request=request, world=ALONE, directory=Path())
     before = set(threading.enumerate())
-    training._launched(Processes(1) if place is Processes else Here(), [cast(training.TrainingShare, share)])
-    assert sorted(called) == [*["imports"] * meanwhile, "shares"]
-    assert set(threading.enumerate()) == before, "no import is left to run beside what comes next"
+    training._launched(launcher, [share], lambda: (time.sleep(0.05), called.append("meanwhile")))
+    assert sorted(called) == [*["meanwhile"] * times, "shares"]
+    assert set(threading.enumerate()) == before, "nothing is left to run beside what comes next"
+
+
+@pytest.mark.slow
+def test_a_comparison_that_is_called_from_python_leaves_the_drawing_of_its_caller_alone(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, aggcli; from aggcli.launch import processes\n"
+        "if __name__ == '__main__':\n"
+        "    aggcli.train(output=sys.argv[1], task='control', steps=1, seeds=2, shares=2, workers=2, rollout_batch_size=2,"
+        " n_samples_per_prompt=2, evaluation_prompts=2)\n"
+        "    print(os.environ['MPLBACKEND'], 'matplotlib' in sys.modules)\n"
+    )
+    script = tmp_path / "called.py"
+    script.write_text(program)
+    told = completed(script, tmp_path / "out", env=environment(MPLBACKEND="svg"))
+    assert told.stdout.splitlines()[-1] == "svg False", told.stderr
 
 
 def _squared(share: int, link: Link) -> tuple[int, int]:

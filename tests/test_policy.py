@@ -262,6 +262,16 @@ def test_beginnings_that_rows_share_are_read_once_and_never_across_prompts():
     ]  # fmt: skip
 
 
+def test_rows_of_prompts_alone_have_no_response_token():
+    parameters, (tokens_RBL, _) = policies(2), rows_of(2)
+    log_prob, entropy = response_log_probs(
+        parameters, CONFIG, tokens_RBL[:, :, :PROMPT], PROMPT, torch.zeros(2, 12, dtype=torch.int64), entropy=True
+    )
+    assert log_prob.tolist() == [[[0.0]] * 12] * 2
+    assert entropy is not None
+    assert entropy.tolist() == [[[0.0]] * 12] * 2
+
+
 def test_a_run_that_is_not_finite_leaves_the_gradients_of_the_others_as_they_are():
     parameters, (tokens_RBL, length_RB) = policies(2), rows_of(2)
     length_RB[1] = 1  # the second run has less to read, so its list is padded, and its first row is shorter than the next

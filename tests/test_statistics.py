@@ -19,6 +19,7 @@ from aggcli.analysis.statistics import (
     paired_test,
     sign_flip,
     standard_deviation,
+    welch_test,
 )
 
 
@@ -42,6 +43,18 @@ def test_mean_deviation_and_interval_are_those_worked_by_hand():
     assert standard_deviation([0.2, 0.4, 0.9]) == pytest.approx(math.sqrt(0.13))  # (0.09 + 0.01 + 0.16) / 2
     reach = 4.302652729696142 * math.sqrt(0.13 / 3)  # t of 0.975 with 2 degrees of freedom
     assert (found.low, found.high, found.n) == (pytest.approx(0.5 - reach), pytest.approx(0.5 + reach), 3)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-90, 1e-170, 1e-300])
+def test_the_size_of_what_is_compared_does_not_matter_to_its_p(size: float):
+    """Squares of the smallest are below what float64 holds."""
+    found = paired_test(seeds([0.0, size, 3 * size]), seeds([0.0, 0.0, 0.0]))
+    assert found is not None
+    assert found.p == pytest.approx(0.2697, abs=1e-4)  # t = 4 / sqrt(7), and 1 - t / sqrt(2 + t^2)
+    assert found.difference.mean == pytest.approx(4 / 3 * size)
+    apart = welch_test([size, 2 * size, 3 * size], [4 * size, 6 * size, 8 * size])
+    assert apart.difference.mean == pytest.approx(-4 * size)
+    assert apart.p == (pytest.approx(welch_test([1, 2, 3], [4, 6, 8]).p) if size > 1e-150 else None)
 
 
 def test_one_seed_has_no_deviation_no_interval_and_no_test():

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from aggcli.layout import views
 from aggcli.policy import stacked
 from aggcli.policy.protocol import Noise
 from aggcli.training.rollout import SampledRollouts, Sampler
@@ -49,6 +50,17 @@ def test_a_run_in_a_stack_of_eight_is_the_same_run_alone(together: Trained, run:
     assert len(alone.values(run.name)) == 5 * 2 * 2
 
 
+def test_groups_of_runs_without_a_row_in_a_micro_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic sampling leaves the runs different numbers of groups, and so of micro-batches."""
+    setup = setup_of(dynamic_sampling=True, dynamic_sampling_rounds=1, micro_batch_size=1, steps=3, kl_coef=0.01)
+    runs = runs_of(setup, ("sample_mean", "token_mean"), (0, 1))
+    whole = train(setup, runs)
+    kept = {report.values["groups_kept"] for reports in whole.reports.values() for report in reports}
+    assert len(kept) > 1
+    monkeypatch.setattr(stacked, "RUNS_AT_ONCE", 1)
+    assert (train(setup, runs).flat_RQ - whole.flat_RQ).abs().max() < 1e-12
+
+
 def test_the_runs_of_the_stack_end_in_eight_different_places(together: Trained) -> None:
     for at in range(8):
         others = torch.cat([together.flat_RQ[:at], together.flat_RQ[at + 1 :]])
@@ -57,13 +69,24 @@ def test_the_runs_of_the_stack_end_in_eight_different_places(together: Trained) 
 
 @pytest.mark.slow
 def test_groups_of_runs_compute_what_one_group_computes(together: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stack of eight is two groups of four; here it is one of eight, and then groups of three, three and two."""
-    for most in (8, 3):
+    """The stack of eight is one group; here it is two of four, and then groups of three, three and two."""
+    for most in (4, 3):
         monkeypatch.setattr(stacked, "RUNS_AT_ONCE", most)
         other = train(SETUP, _eight())
         assert (other.flat_RQ - together.flat_RQ).abs().max() < 1e-10
         for run in other.trainer.runs:
             assert largest_difference(other.values(run.name), together.values(run.name)) < 1e-10
+
+
+def test_a_run_that_is_measured_by_the_samples_of_another_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = views._shares
+    monkeypatch.setattr(
+        views, "_shares", lambda *given: (dataclasses.replace(share, start=0) for share in shares(*given))
+    )  # every run is measured by the tokens of the first
+    setup = setup_of(steps=1)
+    first, second = train(setup, runs_of(setup, ("sample_mean",), (0, 1))).reports.values()
+    assert first[0].step.layouts[0].misplaced == []
+    assert second[0].step.layouts[0].misplaced == ["rank 0 does not hold the samples that the layout gives it"]
 
 
 def _rollouts(runs: list[RunSpec], step: int = 0, **settings: object) -> SampledRollouts:

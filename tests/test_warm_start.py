@@ -14,6 +14,7 @@ from aggcli.policy.log_probs import response_log_probs
 from aggcli.policy.protocol import Noise
 from aggcli.policy.sampling import sample
 from aggcli.policy.transformer import PolicyConfig, initial_parameters
+from aggcli.policy.weights import weights_of
 from aggcli.tasks import make_task
 
 
@@ -64,6 +65,7 @@ def test_another_policy_is_made_once_and_cached(tmp_path: Path, monkeypatch: pyt
     second = warm.starting_policy(task, config)
     assert len(made) == 1
     assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(weights_of(first).flat_RQ, weights_of(second).flat_RQ), "a checkpoint of the one is read into the other"
     (path,) = (tmp_path / "aggcli").iterdir()
     assert path.name == warm.key_of(warm.settings_of(task, config)) + ".safetensors"
     path.write_bytes(b"half a file")

@@ -88,8 +88,8 @@ _UP_TO = (1 + CONFIDENCE) / 2
 
 
 def student_t(freedom: float, up_to: float = _UP_TO) -> float:
-    """How many standard errors a two-sided 95 % Student-t interval reaches with these degrees of freedom; `up_to`: or the
-    quantile of that law."""
+    """A quantile of Student's t with these degrees of freedom; by default how many standard errors a two-sided 95 % interval
+    reaches."""
     from scipy.special import stdtrit  # takes long to import, and a single run needs no statistics
 
     return float(stdtrit(freedom, up_to))
@@ -184,7 +184,8 @@ def paired_difference(
 
 
 def sign_flip(differences: Sequence[float]) -> SignFlip | None:
-    """Exact permutation test of a mean difference of 0: the share of the 2^n sign patterns with a mean at least as far out.
+    """Exact permutation test of a mean difference of 0: the share of the 2^n sign patterns with a mean at least as far out, or
+    nearer by no more than rounding (1e-12 of the sum of sizes).
 
     Two-sided; the floor is 2/2^n (every sign the same, both ways). Above 14 differences `RESAMPLES` patterns are drawn, from a
     fixed seed, and p is (count + 1)/(RESAMPLES + 1) (Phipson and Smyth, 2010). None for fewer than two.
@@ -222,8 +223,8 @@ def paired_test(
         return DifferenceTest(found, None, None)
     if max(differences) - min(differences) <= _ROUNDING * max(map(abs, differences)):
         return DifferenceTest(found, flipped.p, flipped)
-    n = len(differences)
-    t = float(np.mean(differences)) / math.sqrt(float(np.var(differences)) * (n / (n - 1)) / n)
+    n, scaled = len(differences), np.array(differences) / max(map(abs, differences))  # whose squares do not underflow
+    t = float(np.mean(scaled)) / math.sqrt(float(np.var(scaled)) * (n / (n - 1)) / n)
     return DifferenceTest(found, two_sided_p(t, n - 1), flipped, standard_deviation(differences))
 
 
@@ -234,9 +235,10 @@ def welch_test(values: Sequence[float], baseline: Sequence[float], bounds: Bound
     difference = math.fsum(values) / runs[0] - math.fsum(baseline) / runs[1]
     largest = max(map(abs, (*values, *baseline)))
     spreads = [max(own) - min(own) for own in (values, baseline)]
-    if min(runs) == 1 or max(spreads) <= _ROUNDING * largest:
+    varies = min(runs) > 1 and max(spreads) > _ROUNDING * largest
+    variances = (float(np.var(values, ddof=1)), float(np.var(baseline, ddof=1))) if varies else (0.0, 0.0)
+    if not any(variances):  # also of squares that underflow
         return DifferenceTest(Interval(difference, None, None, min(runs)), None, None, runs=runs)
-    variances = (float(np.var(values, ddof=1)), float(np.var(baseline, ddof=1)))
     error, freedom = welch_error(variances, runs)
     reach = student_t(freedom) * error
     told = cut(Interval(difference, difference - reach, difference + reach, min(runs)), bounds)
@@ -246,7 +248,8 @@ def welch_test(values: Sequence[float], baseline: Sequence[float], bounds: Bound
 def welch_error(variances: tuple[float, float], runs: tuple[int, int]) -> tuple[float, float]:
     """The standard error of a difference of two means, and its degrees of freedom by Welch and Satterthwaite."""
     parts = [variance / n for variance, n in zip(variances, runs, strict=True)]
-    freedom = sum(parts) ** 2 / sum(part**2 / (n - 1) for part, n in zip(parts, runs, strict=True))
+    shares = [part / max(parts) for part in parts]  # whose squares do not underflow
+    freedom = sum(shares) ** 2 / sum(share**2 / (n - 1) for share, n in zip(shares, runs, strict=True))
     return math.sqrt(sum(parts)), freedom
 
 

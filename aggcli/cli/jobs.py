@@ -106,11 +106,14 @@ def gradients_command(given: Mapping[str, Any], *, config: Path | None, json: bo
 def training_command(request: TrainingRequest, *, json: bool) -> int:
     """Train on the ranks that the layout asks for, and print. Returns the exit code; raises `CheckFailed`."""
     from aggcli.jobs.training import refuse, train, warm_up
-    from aggcli.jobs.training_words import closing_notes, draw_curves
+    from aggcli.jobs.training_words import closing_notes, draw_curves, import_what_follows
 
     warm_up(request)
     refuse(request)
-    result = on_ranks(request.config, lambda config, world: train(dataclasses.replace(request, config=config), world))
+    meanwhile = import_what_follows if request.command == "compare" else None
+    result = on_ranks(
+        request.config, lambda config, world: train(dataclasses.replace(request, config=config), world, meanwhile)
+    )
     if result is None:
         return ExitCode.DONE
     _print(result, json)

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from aggcli.errors import RecordError, RolloutError, SettingError, some, told
 from aggcli.jobs import recording
 from aggcli.jobs.listening import Listener, Progress, listener, say
 from aggcli.jobs.recording import Files, Sent
-from aggcli.jobs.training_words import accuracy_before, foretell, import_drawing, summary_of
+from aggcli.jobs.training_words import accuracy_before, foretell, summary_of
 from aggcli.launch.here import Here
 from aggcli.measurement.words import plural
 from aggcli.records import MANIFEST
@@ -233,20 +233,22 @@ def warm_up(request: TrainingRequest) -> None:
         processes.warm_up(IMPORTED)
 
 
-def train(request: TrainingRequest, world: World | None = None) -> TrainingResult | None:
+def train(
+    request: TrainingRequest, world: World | None = None, meanwhile: Callable[[], object] | None = None
+) -> TrainingResult | None:
     """Train at a rank of a world (default: this process, and wherever its shares are launched). None where this is not the
-    root of the world. Raises `SettingError`, `RolloutError`, `RecordError`, `ShareFailed`, and `KeyboardInterrupt` once it was
-    told to stop.
+    root of the world. `meanwhile`: what this process does in a thread while shares are at work elsewhere. Raises
+    `SettingError`, `RolloutError`, `RecordError`, `ShareFailed`, and `KeyboardInterrupt` once it was told to stop.
     """
     if world is None:
         warm_up(request)
     refuse(request)
     from aggcli import world as worlds
 
-    return _train(request, worlds.ALONE if world is None else world)
+    return _train(request, worlds.ALONE if world is None else world, meanwhile)
 
 
-def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
+def _train(request: TrainingRequest, world: World, meanwhile: Callable[[], object] | None) -> TrainingResult | None:
     from aggcli import grid
 
     setup = grid.set_up(request.config, here=request.config.launch.launcher != "ray")
@@ -275,7 +277,7 @@ def _train(request: TrainingRequest, world: World) -> TrainingResult | None:
             shares = [dataclasses.replace(share, number=number) for number in range(count)]
             if launcher.is_elsewhere:
                 shares = [_sent(share) for share in shares]
-            done = _launched(launcher, shares)
+            done = _launched(launcher, shares, meanwhile)
             summary = summary_of(setup, runs, done, directory) if world.is_root else {}
             manifest["final"] = summary
     return TrainingResult(request, setup, runs, summary, done, directory, before) if world.is_root else None
@@ -319,9 +321,11 @@ def _resumed(request: TrainingRequest, directory: Path, shares: int) -> str:
     return f"step {min(done)}" if len(set(done)) == 1 else f"steps {min(done)} to {max(done)}"
 
 
-def _launched(launcher: Launcher, shares: Sequence[TrainingShare]) -> list[Trained]:
-    """Every share, run at its place. Once all have ended, raises `KeyboardInterrupt` where one was told to stop, else the error
-    of the first that failed."""
+def _launched(
+    launcher: Launcher, shares: Sequence[TrainingShare], meanwhile: Callable[[], object] | None = None
+) -> list[Trained]:
+    """Every share, run at its place; `meanwhile`, where that is elsewhere. Once all have ended, raises `KeyboardInterrupt`
+    where one was told to stop, else the error of the first that failed."""
     share, steps = shares[0], dict[int, int]()
     speaks = share.world.is_root
     with (
@@ -339,12 +343,12 @@ def _launched(launcher: Launcher, shares: Sequence[TrainingShare]) -> list[Train
             elif speaks:
                 say(message)
 
-        imports = threading.Thread(target=_import_what_follows)
-        if share.request.command == "compare" and not isinstance(launcher, Here):
-            imports.start()
+        beside = threading.Thread(target=meanwhile)
+        if meanwhile is not None and not isinstance(launcher, Here):
+            beside.start()
         outcomes = [_arrived(outcome, share.directory) for outcome in launcher.run(trained, shares, hear)]
-        if imports.is_alive():
-            imports.join()
+        if beside.is_alive():
+            beside.join()
     if any(outcome.is_interrupted for outcome in outcomes):
         if speaks and len(asked) == 1 and steps:
             number = (
@@ -356,15 +360,6 @@ def _launched(launcher: Launcher, shares: Sequence[TrainingShare]) -> list[Train
         if outcome.error is not None:
             raise outcome.error
     return [outcome.result for outcome in outcomes]
-
-
-def _import_what_follows() -> None:
-    """Import what the answer and the curves need, while shares are at work elsewhere and this process waits for them."""
-    with suppress(Exception):  # what cannot be imported is told of where it is needed
-        import aggcli.analysis.study
-        import aggcli.report.training_tables  # noqa: F401
-
-        import_drawing()
 
 
 def _with_groups(request: TrainingRequest, setup: Setup, world: World) -> tuple[Rule, ...]:

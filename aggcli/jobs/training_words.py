@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,15 +251,24 @@ def steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
     }
 
 
-def import_drawing() -> None:
-    """Import what draws curves, which takes a second."""
+def import_what_follows() -> None:
+    """Import what the answer and the curves of a comparison need, while its shares are at work elsewhere. For a command: it
+    settles how this process draws."""
+    with suppress(Exception):  # what cannot be imported is told of where it is needed
+        import aggcli.analysis.study
+        import aggcli.report.training_tables  # noqa: F401
+
+        _import_drawing()
+
+
+def _import_drawing() -> None:
     os.environ["MPLBACKEND"] = "agg"  # a backend that matplotlib does not know stops its import
     import aggcli.report.curves  # noqa: F401
 
 
 def draw_curves(directory: Path) -> str:
     """Draw the learning curves of a comparison beside its records; what is to be said of it."""
-    import_drawing()
+    _import_drawing()
     from aggcli.analysis.frames import read_frames
     from aggcli.analysis.histories import read_histories
     from aggcli.analysis.study import compared_runs

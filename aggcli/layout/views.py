@@ -62,13 +62,14 @@ class Rank(NamedTuple):
 class LocalView:
     """What ranks hold of one optimizer step: one rank, or several that share nothing, each number with the rank it is of.
 
-    `ranks`: which, with how many micro-batches each. Per sample, rank after rank and in partition order [S]: `rank_S`, whose it
-    is, and `micro_batch_S`, both from 0 over these ranks; `sample_S`, its position in its run's step; `local_raw_reward_S`
-    (None without rewards), `truncated_S` (1, 0, or NaN where the source does not say; None where it says nothing),
-    `response_length_S`, `mask_sum_S` (trained tokens of the whole sample, over all context-parallel ranks), `rollout_share_S`
-    (1 over the number of training samples of its rollout), `token_count_S` (how many of its tokens are here). Per token, only
-    the tokens that the rank computes, sample after sample [T]: `tokens`, by field name; `weights`, by aggregation rule;
-    `step_position_T`, positions in the step's flat arrays. `sequences`: numbers of whole samples [S], by name.
+    `ranks`: which, with how many micro-batches each. Per sample, rank after rank and in partition order [S]: `rank_S`, whose
+    it is, and `micro_batch_S`, both from 0 over these ranks; `sample_S`, its position in the rollouts that the step is of;
+    `local_raw_reward_S` (None without rewards), `truncated_S` (1, 0, or NaN where the source does not say; None where it says
+    nothing), `response_length_S`, `mask_sum_S` (trained tokens of the whole sample, over all context-parallel ranks),
+    `rollout_share_S` (1 over the number of training samples of its rollout), `token_count_S` (how many of its tokens are
+    here). Per token, only the tokens that the rank computes, sample after sample [T]: `tokens`, by field name; `weights`, by
+    aggregation rule, or in a stack by what they weigh; `step_position_T`, positions in the step's flat arrays. `sequences`:
+    numbers of whole samples [S], by name.
 
     `counted_S` is 1 on one context-parallel rank of each data-parallel rank and 0 on the others, so that per-sample numbers
     are counted once however many ranks share a sequence.
@@ -133,7 +134,7 @@ class WholeStep:
             micro_batch_S=torch.from_numpy(
                 np.concatenate([share.micro_batch_S + start for (_, share), start in zip(owners, first, strict=False)])
             ),
-            sample_S=torch.from_numpy(np.concatenate([share.sample_S for _, share in owners])),
+            sample_S=step.position_S[held_S],
             local_raw_reward_S=None if step.reward_S is None else step.reward_S[held_S],
             truncated_S=None if self.truncated_S is None else self.truncated_S[held_S],
             response_length_S=step.response_length_S[held_S],

@@ -118,7 +118,7 @@ def report_step(
     """
     step, rules, total = inputs.step, inputs.names, measured[0].total
     shared = groups | {"rollouts": distinct(step.rollout_S), "prompts": distinct(step.group_S[step.group_S != NO_GROUP])}
-    mark_S = marks(torch.arange(step.num_samples)).tolist()
+    mark_S = marks(step.position_S).tolist()
     reports = [_layout_report(of_layout, inputs, mark_S, shared) for of_layout in measured]
     reasons = _overflows(inputs, total, measuring)
     recorded = [report for report in reports if report.evaluated != TWIN]

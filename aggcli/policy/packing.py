@@ -1,8 +1,10 @@
-"""Rows without their padding: how prompts and responses of a stack are laid out for one forward pass.
+"""Rows without what they share and without their padding: how a stack is laid out for one forward pass.
 
 The linear layers of a transformer do not care which row a token stands in, so a pass works on one flat list of tokens a run:
 
     [ each distinct prompt | each distinct beginning of a response, by its last token ]
+
+It is padded to that of the run that has most.
 
 Nothing is read twice: a hidden state depends on what stands before it alone, so rows that begin alike share the tokens they
 begin with, and what their losses say about them is added up there. Only attention looks at rows: it gathers those that no
@@ -89,7 +91,9 @@ def pack(tokens_RBL: Tensor, prompt_length: int, length_RB: Tensor) -> Packing:
     read_at_NL[tree.order_N] = G + tree.token_NL
     at_RBC = np.concatenate([prompt_RB[:, :, None], read_at_NL.reshape(R, B, -1)[:, :, : C - 1]], -1)
     valid_RBC = np.arange(C) < length[:, :, None]
-    target_RBC = np.where(valid_RBC, tokens[:, :, P : P + C], 0)
+    response_RBL = tokens[:, :, P : P + C]  # no column at all where the tokens are the prompts alone
+    target_RBC = np.zeros((R, B, C), np.int64)
+    target_RBC[:, :, : response_RBL.shape[2]] = np.where(valid_RBC[:, :, : response_RBL.shape[2]], response_RBL, 0)
     return Packing(
         tokens_RT=_tensor(tokens_RT),
         positions_RT=_tensor(positions_RT),

@@ -34,7 +34,9 @@ class Weights:
 
 
 def weights_of(parameters: Parameters) -> Weights:
-    """Copies of stacked parameters [R, ...], flat and as leaves."""
+    """Copies of stacked parameters [R, ...], flat and as leaves: in the order of their names, wherever they come from, so that
+    one process reads the flat numbers of another's checkpoint as they were."""
+    parameters = dict(sorted(parameters.items()))
     flat_RQ = torch.cat([value.detach().flatten(1) for value in parameters.values()], dim=1)
     return Weights(flat_RQ, {name: value.detach().clone().requires_grad_() for name, value in parameters.items()})
 
@@ -95,11 +97,11 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Tensors of a checkpoint."""
-        counted = {"lr_R": torch.tensor(self.lr, dtype=torch.float64), "steps_R": torch.tensor(self.taken)}
+        counted = {"lr_R": torch.tensor(self.lr, dtype=torch.float64), "steps_R": torch.tensor(self.taken, dtype=torch.float64)}
         return {**counted, "mean_RQ": self.mean_RQ, "square_RQ": self.square_RQ}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self.lr, self.taken = state["lr_R"].tolist(), state["steps_R"].tolist()
+        self.lr, self.taken = state["lr_R"].tolist(), state["steps_R"].long().tolist()
         self.mean_RQ, self.square_RQ = state["mean_RQ"], state["square_RQ"]
 
     def keep(self, runs: Tensor) -> None:

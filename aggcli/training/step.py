@@ -261,14 +261,15 @@ def lay_out(step: RolloutBatch, tokens_SL: Tensor, row_RB: Tensor) -> LaidOut:
     real_RB = row_RB >= 0
     at_RB = row_RB.clamp(min=0)
     length_RB = torch.where(real_RB, step.response_length_S[at_RB], 0)
-    width = int(torch.where(real_RB, step.total_length_S[at_RB], 0).max())
+    prompt_RB = step.total_length_S[at_RB] - step.response_length_S[at_RB]
+    width = int((prompt_RB + length_RB).max())  # a row of no sample is the prompt of the first
     columns = max(int(length_RB.max()), 1)
     valid_RBC = torch.arange(columns) < length_RB[:, :, None]
     start_S = step.response_length_S.cumsum(0) - step.response_length_S
     position_RBC = start_S[at_RB][:, :, None] + torch.arange(columns)
     return LaidOut(
         tokens_SL[at_RB][:, :, : max(width, 1)],
-        step.total_length_S[at_RB] - step.response_length_S[at_RB],
+        prompt_RB,
         length_RB,
         valid_RBC.flatten().nonzero().flatten(),
         position_RBC[valid_RBC],

@@ -9,8 +9,9 @@ demonstrations (TRL's own model, a two-layer Llama of width 64, is taught here t
 1. TRL 1.16, one process of `--steps` steps: median seconds a step, and the seconds of the whole process.
 2. aggcli, R = 1 (`run`), 4 (four modes) and 20 (4 modes x 5 seeds, `compare`): the whole command, and one run's step in it.
 3. The ratios: a step of one run, a run's step in the stack of 20, and the whole of 20 runs against 20 TRL processes.
-4. Where the time goes; the floating-point operations that a run's step does, counted by torch, beside those that it needs if
-   every row is read as it stands; and the share of the machine's measured float32 matmul rate that the stack of 20 reaches.
+4. Where the time goes; the floating-point operations that a run's step does, counted by torch, beside those of
+   the linear layers if every row were read as it stands; and the share of the machine's measured float32 matmul rate that the
+   stack of 20 reaches.
 
 The response lengths of both sides are printed, since the time depends on them.
 """
@@ -190,7 +191,7 @@ def shares(runs: int, steps: int) -> dict[str, float]:
 
 
 def trainer_of(runs: int, steps: int) -> Any:
-    """Trains as many runs as a share has: the first seeds of all modes."""
+    """Trains as many runs as a share has, mode by mode."""
     from aggcli import grid
     from aggcli.config import settings_from
     from aggcli.rules import MODES
@@ -203,7 +204,8 @@ def trainer_of(runs: int, steps: int) -> Any:
 
 def step_operations(runs: int, steps: int) -> dict[str, float]:
     """Floating-point operations of a run's step, medians over steps but the first: `done`, as torch counts those of matrix
-    products, and `needed` by the linear layers to decode (2 a parameter and token) and to train (6) if every row were read."""
+    products, attention among them, and `needed` by the linear layers to decode every token of every row (2 a parameter and
+    token) and to train on it (6)."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from aggcli.policy.transformer import shapes
@@ -288,7 +290,7 @@ def measure(steps: int, threads: int) -> dict[str, Any]:
             }
     final = json.loads(told_us)["modes"]
     trl_step = statistics.median(trl["steps"][2:])
-    operations = step_operations(20 // costs[20]["cut_into"], min(steps, 30))
+    operations = step_operations(20 // costs[20]["cut_into"], steps)
     rate = matmul_rate(threads)
     single, stacked = (costs[runs]["ms_per_run_and_step"] / 1e3 for runs in (1, 20))
     return {
@@ -323,7 +325,7 @@ def show(found: dict[str, Any]) -> None:
     for name, ratio in ratios.items():
         print(f"{name.replace('_', ' ')}: {ratio:.1f}")
     done, needed = (found["operations"][name] / 1e9 for name in ("done", "needed"))
-    print(f"a run's step: {done:.2f} GFLOP of matrix products; {needed:.2f} GFLOP if every row were read as it stands")
+    print(f"a run's step: {done:.2f} GFLOP of matrix products; the linear layers alone, every row as it stands: {needed:.2f}")
     share = found["share_of_matmul_rate"]
     print(f"float32 matmul of the machine: {found['matmul_gflops']:.0f} GFLOP/s; the stack's share of it: {share:.2f}")
     for runs, cost in found["stack"].items():
