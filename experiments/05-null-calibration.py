@@ -103,10 +103,15 @@ def record(folder: Path, runs: int, settings: Mapping[str, Any], say: Any = lamb
             }
             trainer = grid.trainer_of(setup, stack, ALONE)
             for done in trainer.steps():
-                for number, reports in done.optimizer_steps:
+                for reports in done.optimizer_steps:
                     for report in reports:
-                        head = {"step": number, "rollout_step": done.step, "mode": report.run.mode, "seed": report.run.seed}
-                        writers[report.run.name].step({**head, **report.values}, [])
+                        own = {
+                            "step": report.step.step,
+                            "rollout_step": done.step,
+                            "mode": report.run.mode,
+                            "seed": report.run.seed,
+                        }
+                        writers[report.run.name].step({**own, **report.values}, [])
             ends = grid.evaluate(setup, trainer.policy, [run.seed for run in stack])
             for run, found in zip(stack, ends, strict=True):
                 writers[run.name].manifest["evaluation"] = dataclasses.asdict(found)

@@ -134,7 +134,7 @@ class Grid:
 
         policy.step = kept
         for done in trainer.steps():
-            for _, reports in done.optimizer_steps:
+            for reports in done.optimizer_steps:
                 for report in reports:
                     values.setdefault(report.run.name, []).append(dict(report.values))
         held = [int(size) for size in policy.shards.world.everyone(policy.flat_RQ.shape[1])]

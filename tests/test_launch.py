@@ -308,7 +308,7 @@ def test_the_live_table_has_a_row_for_each_mode_of_all_shares() -> None:
         for run, value in zip(runs, values, strict=True)
     ]
     reports = [RunReport(run, step, False) for run, step in zip(runs, steps, strict=True)]
-    shown = training._numbers(TrainedStep(0, [(0, []), (1, reports)], [], 1.0, 4, 0, {}))
+    shown = training._numbers(TrainedStep(0, [[reports[0]], [reports[1]]], [], 1.0, 4, 0, {}))  # b took one more
     assert shown == [("a", values[0]), ("b", values[1])]
     other = ("a", {"raw_reward": 0.25, "correct/count": 2, "samples": 4, "pg_loss": -1.0})
     table = live._table("mode", [*shown, other], "caption")

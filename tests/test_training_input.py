@@ -164,7 +164,7 @@ def test_a_run_that_diverges_is_dropped_by_name_and_step_and_poisons_no_other_ru
     assert at < 4
     assert gone.what == "its gradient is not finite"
     assert [run.mode for run in trainer.runs] == [mode for mode in MODES if mode != wild]
-    shown = [report.run.mode for step in steps for _, reports in step.optimizer_steps for report in reports]
+    shown = [report.run.mode for step in steps for reports in step.optimizer_steps for report in reports]
     assert [shown.count(mode) for mode in MODES if mode != wild] == [10] * 3
     assert 1 <= shown.count(wild) < 10, "what it did before is recorded"
     for at, run in enumerate(trainer.runs):

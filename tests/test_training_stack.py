@@ -61,6 +61,23 @@ def test_groups_of_runs_without_a_row_in_a_micro_batch_change_nothing(monkeypatc
     assert (train(setup, runs).flat_RQ - whole.flat_RQ).abs().max() < 1e-12
 
 
+def test_runs_of_different_numbers_of_optimizer_steps_take_and_number_them_as_alone() -> None:
+    """Dynamic sampling keeps more groups of one run than of another, and each of them is an optimizer step."""
+    setup = setup_of(dynamic_sampling=True, dynamic_sampling_rounds=1, global_batch_size=4, num_iterations=2, steps=4)
+    runs = runs_of(setup, ("sample_mean",), (0, 1, 2))
+    together = train(setup, runs)
+    counts = {}
+    for run in runs:
+        alone = train(setup, [run])
+        numbers = [report.step.step for report in alone.reports[run.name]]
+        assert numbers == list(range(len(numbers)))
+        assert [report.step.step for report in together.reports[run.name]] == numbers
+        assert largest_difference(alone.values(run.name), together.values(run.name)) < 1e-10
+        counts[run.name] = len(numbers)
+    assert len(set(counts.values())) > 1
+    assert together.trainer.checkpoint().optimizer_steps == list(counts.values())
+
+
 def test_the_runs_of_the_stack_end_in_eight_different_places(together: Trained) -> None:
     for at in range(8):
         others = torch.cat([together.flat_RQ[:at], together.flat_RQ[at + 1 :]])

@@ -44,21 +44,21 @@ def _watched(setup: grid.Setup, modes: tuple[str, ...]) -> Watched:
     watched = Watched(trainer)
     update, measure = trainer._update, trainer.reporter.step
 
-    def noted_update(step: RolloutBatch, tokens_SL: Tensor, *rest: Any) -> list[RunReport]:
+    def noted_update(takers: list[int], step: RolloutBatch, tokens_SL: Tensor, *rest: Any) -> list[RunReport]:
         watched.before.append(trainer.policy.state()["parameters"].clone())
         watched.tokens.append(tokens_SL)
-        return update(step, tokens_SL, *rest)
+        return update(takers, step, tokens_SL, *rest)
 
     def noted_report(
-        number: int, runs: Any, step: RolloutBatch, given: Any, found: Any, *rest: Any, **how: Any
+        numbers: list[int], runs: Any, step: RolloutBatch, given: Any, found: Any, *rest: Any, **how: Any
     ) -> list[RunReport]:
         watched.steps.append((step, given, found))
-        return measure(number, runs, step, given, found, *rest, **how)
+        return measure(numbers, runs, step, given, found, *rest, **how)
 
     object.__setattr__(trainer, "_update", noted_update)
     object.__setattr__(trainer.reporter, "step", noted_report)
     for done in trainer.steps():
-        for _, reports in done.optimizer_steps:
+        for reports in done.optimizer_steps:
             watched.reports.append(reports)
             watched.rollout_steps.append(done.step)
     return watched
@@ -129,7 +129,7 @@ def test_prompt_mean_refuses_a_group_that_straddles_two_optimizer_steps_naming_t
     with pytest.raises(RolloutError, match=r"straddles optimizer steps 0 and 1.*change --global-batch-size"):
         next(grid.trainer_of(setup, runs_of(setup, ("sample_mean", "prompt_mean")), ALONE).steps())
     done = next(grid.trainer_of(setup, runs_of(setup, ("sample_mean",)), ALONE).steps())
-    assert [reports[0].values["rollouts"] for _, reports in done.optimizer_steps] == [6, 6, 4]
+    assert [reports[0].values["rollouts"] for reports in done.optimizer_steps] == [6, 6, 4]
 
 
 # -- KL and entropy -------------------------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ def _step(mode: str, divisor: float | None, scale: str, split: list[list[list[in
     number_SL = torch.arange(len(samples))[:, None].expand(-1, int(step.total_length_S.max()))
     found = step_gradient(cast(Policy, Table(leaf)), rows, step, number_SL, tokens, config.objective, ALONE)
     reporter = Reporter(config, parse_layout("dp1"), (), 64, ALONE)
-    (report,) = reporter.step(0, {0: run}, step, tokens, found, [{}], [{}], is_checked=False)
+    (report,) = reporter.step([0], {0: run}, step, tokens, found, [{}], [{}], is_checked=False)
     gradient_SC = found.gradient_RQ.view(len(samples), longest)
     pg_loss = report.values["pg_loss"]
     assert pg_loss is not None

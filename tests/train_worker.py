@@ -94,7 +94,7 @@ def train(setup: grid.Setup, runs: Sequence[RunSpec], world: World = ALONE) -> T
     trainer = grid.trainer_of(setup, runs, world)
     reports: dict[str, list[RunReport]] = {run.name: [] for run in runs}
     for step in trainer.steps():
-        for _, of_step in step.optimizer_steps:
+        for of_step in step.optimizer_steps:
             for report in of_step:
                 reports[report.run.name].append(report)
     return Trained(trainer, trainer.policy.state()["parameters"], reports)

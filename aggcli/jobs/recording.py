@@ -198,9 +198,9 @@ def _manifest(run: RunSpec, shared: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "run", **own, **shared}
 
 
-def write(writer: RunWriter, number: int, rollout_step: int, report: RunReport) -> None:
+def write(writer: RunWriter, rollout_step: int, report: RunReport) -> None:
     """One optimizer step of a run."""
-    head = {"step": number, "rollout_step": rollout_step, "mode": report.run.mode, "seed": report.run.seed}
+    head = {"step": report.step.step, "rollout_step": rollout_step, "mode": report.run.mode, "seed": report.run.seed}
     writer.step({**head, **report.metrics_line()}, [{**head, **line} for line in report.layout_lines()])
 
 

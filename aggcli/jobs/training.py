@@ -488,18 +488,17 @@ def _held(trainer: Trainer, world: World) -> str:
 
 def _numbers(done: TrainedStep) -> list[tuple[str, Mapping[str, float | None]]]:
     """(mode, numbers) of each run of a share in its last optimizer step."""
-    if not done.optimizer_steps:
-        return []
-    return [(report.run.mode, report.values) for report in done.optimizer_steps[-1][1]]
+    last = {report.run.name: report for reports in done.optimizer_steps for report in reports}
+    return [(report.run.mode, report.values) for report in last.values()]
 
 
 def _record(trainer: Trainer, done: TrainedStep, writers: dict[str, RunWriter], result: Trained) -> list[str]:
     """Write a step of a share's runs; returns what is to be said of runs that diverged in it."""
-    for number, reports in done.optimizer_steps:
+    for reports in done.optimizer_steps:
         for report in reports:
-            recording.write(writers[report.run.name], number, done.step, report)
+            recording.write(writers[report.run.name], done.step, report)
             if report.checked:
-                result.layouts.append((report.run.name, number, report.step.comparison))
+                result.layouts.append((report.run.name, report.step.step, report.step.comparison))
             result.silent_steps += _is_silent(report.values)
             result.empty_steps += not report.values.get("tokens")
             result.told_apart += bool(report.values.get("all_wrong_groups_with_advantage"))

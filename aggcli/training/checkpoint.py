@@ -35,17 +35,17 @@ def checkpoint_of(directory: Path, share: int, shares: int) -> Path:
     return directory / (CHECKPOINT if shares == 1 else f"checkpoint-{share}.safetensors")
 
 
-FACTS = ("step", "optimizer_step", "runs", "gone")
+FACTS = ("step", "optimizer_steps", "runs", "gone")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`step`: rollout steps done; `optimizer_step`: optimizer steps done; `runs`: names of the runs still training;
-    `gone`: name of each run that diverged -> (rollout step, why). `parts`: the folder that the tensors are still in, which then
-    are without numbers, see `filled`."""
+    """`step`: rollout steps done; `runs`: names of the runs still training; `optimizer_steps`: those that each has done;
+    `gone`: name of each run that diverged -> (rollout step, why). `parts`: the folder that the tensors are still in, which
+    then are without numbers, see `filled`."""
 
     step: int
-    optimizer_step: int
+    optimizer_steps: list[int]
     runs: list[str]
     gone: dict[str, tuple[int, str]]
     tensors: dict[str, Tensor]
@@ -198,21 +198,27 @@ def load(path: Path, *, only_facts: bool = False) -> Checkpoint | None:
     if (wrong := _wrong_fact(facts)) is not None:
         raise RecordError(f"{path}: is damaged: {wrong}; remove it to start from the first step")
     gone = {name: (step, what) for name, (step, what) in facts["gone"].items()}
-    return Checkpoint(facts["step"], facts["optimizer_step"], facts["runs"], gone, tensors, parts)
+    return Checkpoint(facts["step"], facts["optimizer_steps"], facts["runs"], gone, tensors, parts)
 
 
 def _wrong_fact(facts: Any) -> str | None:
     """What is wrong with the facts in the head of a checkpoint file, if anything is."""
     if not isinstance(facts, dict) or not set(FACTS) <= facts.keys():
         return f"its facts are not {', '.join(FACTS)}"
-    for name in ("step", "optimizer_step"):
-        if type(facts[name]) is not int or facts[name] < 0:
-            return f"{name} is no count"
+    if not _is_count(facts["step"]):
+        return "step is no count"
     if not isinstance(facts["runs"], list) or not all(isinstance(name, str) for name in facts["runs"]):
         return "runs is no list of names"
+    steps = facts["optimizer_steps"]
+    if not isinstance(steps, list) or len(steps) != len(facts["runs"]) or not all(map(_is_count, steps)):
+        return "optimizer_steps is no count of each run"
     if not isinstance(facts["gone"], dict) or not all(_is_gone(when) for when in facts["gone"].values()):
         return "gone does not hold the step and the reason of each run that diverged"
     return None
+
+
+def _is_count(fact: Any) -> bool:
+    return type(fact) is int and fact >= 0
 
 
 def _is_gone(when: Any) -> bool:

@@ -37,10 +37,11 @@ class BrokenRun:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """One rollout step of the stack: a list of run reports for each optimizer step in it, and what happened to runs."""
+    """One rollout step of the stack: a list of run reports for each optimizer step in it, of the runs that took it, and what
+    happened to runs."""
 
     step: int
-    optimizer_steps: list[tuple[int, list[RunReport]]]
+    optimizer_steps: list[list[RunReport]]
     diverged: list[BrokenRun]
     seconds: float
     tokens: int
@@ -66,7 +67,8 @@ class Trainer:
         self.runs, self.config, self.world = list(runs), config, world
         self.policy, self.sampler, self.layout, self.reporter = policy, sampler, layout, reporter
         self.sharing = world.split(layout.cp) if layout.cp > 1 else ALONE
-        self.step, self.optimizer_step = 0, 0
+        self.step = 0
+        self.taken = [0] * len(self.runs)  # optimizer steps of each
         self.broken: dict[str, str] = {}
         self.gone: list[BrokenRun] = []
 
@@ -103,8 +105,9 @@ class Trainer:
             )
             yield rollouts.batch.select(positions), rollouts.tokens_SL[positions], old_T, ref_T
 
-    def _optimizer_steps(self, rollouts: SampledRollouts) -> Iterator[tuple[int, list[RunReport]]]:
-        """Every optimizer step of a rollout batch: its parts, as often as --num-iterations says."""
+    def _optimizer_steps(self, rollouts: SampledRollouts) -> Iterator[list[RunReport]]:
+        """Every optimizer step of a rollout batch: its parts, as often as --num-iterations says. A run takes those that it has
+        samples in, or one that is empty, as it would alone."""
         parts = optimizer_step_positions(rollouts.batch, len(self.runs), self.config.layout.global_batch_size)
         for rule in [run.rule for run in self.runs if run.rule.needs_groups][:1]:
             need_whole_groups(rollouts.batch, [Part("", positions.tolist()) for positions in parts], rule)
@@ -114,20 +117,24 @@ class Trainer:
         if old_T is None and several:
             old_T = self._log_probs(rollouts)
         reference_T = self._log_probs(rollouts, reference=True) if self._uses_reference() else None
+        has_samples_R = torch.bincount(rollouts.batch.run_S, minlength=len(self.runs)) > 0
         for _ in range(self.config.training.num_iterations):
-            for positions in parts:
+            for part, positions in enumerate(parts):
                 step = rollouts.batch.select(positions)
+                takes_R = torch.bincount(step.run_S, minlength=len(self.runs)) > 0
+                if part == 0:
+                    takes_R |= ~has_samples_R
+                takers = takes_R.nonzero().flatten().tolist()
                 given = step_tokens(step, self.runs, self.layout, torch.float64).beside(
                     _at(rollouts.batch, positions, old_T), _at(rollouts.batch, positions, reference_T)
                 )
-                yield (
-                    self.optimizer_step,
-                    self._update(step, rollouts.tokens_SL[positions], given, groups, self._sampled(rollouts)),
-                )
-                self.optimizer_step += 1
+                yield self._update(takers, step, rollouts.tokens_SL[positions], given, groups, self._sampled(rollouts))
+                for taker in takers:
+                    self.taken[taker] += 1
 
     def _update(
         self,
+        takers: Sequence[int],
         step: RolloutBatch,
         tokens_SL: Tensor,
         given: StepTokens,
@@ -146,8 +153,8 @@ class Trainer:
             self.broken.setdefault(name, what)
         extra = [{"grad_norm": norm, **values} for norm, values in zip(norm_R.tolist(), sampled, strict=True)]
         return self.reporter.step(
-            self.optimizer_step,
-            {at: run for at, run in enumerate(self.runs) if run.name not in self.broken},
+            self.taken,
+            {at: self.runs[at] for at in takers if self.runs[at].name not in self.broken},
             step,
             given,
             found,
@@ -213,6 +220,7 @@ class Trainer:
     def keep(self, runs_R: Tensor) -> None:
         """Go on with these runs (positions) only."""
         self.runs = [self.runs[at] for at in runs_R.tolist()]
+        self.taken = [self.taken[at] for at in runs_R.tolist()]
         self.policy.keep(runs_R)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -221,7 +229,7 @@ class Trainer:
         """Everything needed to go on bit for bit."""
         names = [run.name for run in self.runs]
         gone = {one.run.name: (one.step, one.what) for one in self.gone}
-        return Checkpoint(self.step, self.optimizer_step, names, gone, self.policy.state())
+        return Checkpoint(self.step, list(self.taken), names, gone, self.policy.state())
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint of the same settings."""
@@ -229,7 +237,7 @@ class Trainer:
         self.gone = [BrokenRun(self.runs[names.index(name)], *when) for name, when in checkpoint.gone.items()]
         self.keep(torch.tensor([names.index(name) for name in checkpoint.runs], dtype=torch.int64))
         self.policy.load(checkpoint.tensors)
-        self.step, self.optimizer_step = checkpoint.step, checkpoint.optimizer_step
+        self.step, self.taken = checkpoint.step, list(checkpoint.optimizer_steps)
 
 
 def _at(batch: RolloutBatch, positions: Tensor, value_T: Tensor | None) -> Tensor | None:

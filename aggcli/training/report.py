@@ -89,7 +89,7 @@ class Reporter:
 
     def step(
         self,
-        number: int,
+        numbers: Sequence[int],
         runs: Mapping[int, RunSpec],
         step: RolloutBatch,
         given: StepTokens,
@@ -99,8 +99,9 @@ class Reporter:
         *,
         is_checked: bool,
     ) -> list[RunReport]:
-        """A report for each of these runs (by position in the stack), at the root; nothing elsewhere. `groups`: the numbers of
-        whole groups of every run of the stack; `extra`: further ones (gradient norm, ...).
+        """A report for each of these runs (by position in the stack), at the root; nothing elsewhere. `numbers`: of this
+        optimizer step in every run of the stack; `groups`: the numbers of its whole groups; `extra`: further ones (gradient
+        norm, ...).
 
         A run without a KL term reports no kl_loss, whatever the others of its stack need. The numbers of the runs must be
         finite (`not_reportable`).
@@ -115,7 +116,7 @@ class Reporter:
             if not self.world.is_root:
                 continue
             for (at, run), inputs, layouts in zip(some.items(), stack.of_runs, measured, strict=True):
-                head = Head(number, step.name, "", extra=extra[at])
+                head = Head(numbers[at], step.name, "", extra=extra[at])
                 report = report_step(head, inputs, layouts, stack.measuring, groups[at], is_detailed=False)
                 reports[at] = RunReport(run, report, is_checked)
         return [reports[at] for at in runs if at in reports]
