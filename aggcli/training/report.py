@@ -145,7 +145,7 @@ class Reporter:
         """By run: what the ranks measure under the layout in force and, where the step is checked, under the others."""
         measured = [list[MeasuredLayout]() for _ in stack.runs]
         whole, moves = stack.inputs.whole, any(one.moves(*one.rules) for one in stack.of_runs)
-        for layout in (self.in_force, *(self.others if is_checked else ())):
+        for layout in (self.in_force, *(self.others if is_checked and self.world.is_root else ())):
             schedules = [schedule_step(layout, one.step.total_length_S.tolist()) for one in stack.of_runs]
             of_ranks: list[tuple[str, list[Measured]]] = []
             if layout is self.in_force and self.world.size > 1:
