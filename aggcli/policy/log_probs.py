@@ -26,8 +26,9 @@ def response_log_probs(
     `length_RB` tokens of response (default: up to the end of the row). Column c belongs to response token c; columns past
     a row's response are 0. C is the longest response, L minus the shortest prompt where lengths are not given.
 
-    With one prompt length and with `length_RB`, what rows begin with alike is read once, and they are not padded. The
-    vocabulary projection is computed only where a response token is predicted.
+    With one prompt length and with `length_RB`, what rows begin with alike is read once, and none of their padding is; a run
+    reads as many tokens as the one that has most. The vocabulary projection is computed only where a response token is
+    predicted.
     """
     check_length(config, tokens_RBL.shape[-1])
     R, B, L = tokens_RBL.shape
