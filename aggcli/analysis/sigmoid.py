@@ -68,7 +68,7 @@ def sigmoid(compute: ArrayLike, start: float, asymptote: float, exponent: float,
     return start + (asymptote - start) * _share(_log(compute), math.log(max(midpoint, _TINY)), exponent)
 
 
-def adapted_grid(C: Floats, R: Floats, asymptotes: int = 31, midpoints: int = 40) -> Grid:
+def adapted_grid(C: Floats, R: Floats, asymptotes: int = 16, midpoints: int = 20) -> Grid:
     """Cells over the range of the data, fewer than the paper's, since the best one is only where the polish starts.
 
     A from a tenth of the gain below the last tenth's mean to twice the gain above it; C_mid geometrically from a 200th of the

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import io
 import os
 import signal
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code. Whatever happens is told in one line; `--debug` shows where it happened."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its number
+    if arguments is None:
+        atexit.register(gc.freeze)  # the end of a process would else look through all that torch has imported, for a second
     given = list(sys.argv[1:] if arguments is None else arguments)
     set_invocation(given)
     with _debugging("--debug" in given), _ended_by_sigterm(), heard_by(Terminal()), whole_words():
