@@ -255,8 +255,8 @@ def import_what_follows() -> None:
     """Import what the answer and the curves of a comparison need, while its shares are at work elsewhere. For a command: it
     settles how this process draws."""
     with suppress(Exception):  # what cannot be imported is told of where it is needed
-        import pydantic.type_adapter
-        import scipy.optimize
+        import pydantic.type_adapter  # noqa: F401
+        import scipy.optimize  # noqa: F401
 
         import aggcli.analysis.study
         import aggcli.report.training_tables  # noqa: F401
