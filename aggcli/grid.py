@@ -13,8 +13,9 @@ from torch import Tensor
 
 from aggcli.config import RunConfig, TrainingConfig
 from aggcli.errors import SettingError
+from aggcli.layout.chosen import layouts_of
 from aggcli.layout.schedule import Layout
-from aggcli.layout.steps import Part, layouts_of, need_whole_groups
+from aggcli.layout.steps import Part, need_whole_groups
 from aggcli.measurement.local import is_correct
 from aggcli.objective.weights import need_groups
 from aggcli.policy.causal_lm import causal_start, need_context, vocabulary_of

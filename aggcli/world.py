@@ -11,16 +11,22 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.distributed as dist
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 from aggcli import lifeline
 from aggcli.errors import AggcliError, ExitCode, SettingError, signal_name
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def _dist() -> ModuleType:
+    """Torch's process groups, imported where there is one: a world of one does without torch."""
+    import torch.distributed
+
+    return torch.distributed
 
 
 class RankFailed(AggcliError):
@@ -47,7 +53,7 @@ def exchange(*, computes: bool = False) -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = (str(error).splitlines() or [""])[0]
-        if computes and not isinstance(error, dist.DistError) and not _OF_A_PEER.search(reason):
+        if computes and not isinstance(error, _dist().DistError) and not _OF_A_PEER.search(reason):
             raise
         raise PeerLost("" if lifeline.started_here() else f"this rank lost the others: {reason}") from error
 
@@ -67,18 +73,20 @@ class World:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise float64 sum over ranks, on every rank."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduced(values, "SUM")
 
     def max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over ranks, on every rank."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._reduced(values, "MAX")
 
-    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
+    def _reduced(self, values: Sequence[float], operation: Literal["SUM", "MAX"]) -> list[float]:
         if self.group is None or not values:
             return list(values)
+        import torch
+
         tensor = torch.tensor(values, dtype=torch.float64)
         with exchange():
-            dist.all_reduce(tensor, op=operation, group=self.group)
+            _dist().all_reduce(tensor, op=getattr(_dist().ReduceOp, operation), group=self.group)
         return tensor.tolist()
 
     def gather(self, item: Any) -> list[Any]:
@@ -87,7 +95,7 @@ class World:
             return [item]
         items: list[Any] = [None] * self.size
         with exchange():
-            dist.gather_object(item, items if self.is_root else None, dst=0, group=self.group)
+            _dist().gather_object(item, items if self.is_root else None, dst=0, group=self.group)
         return items if self.is_root else []
 
     def everyone(self, item: Any) -> list[Any]:
@@ -96,23 +104,25 @@ class World:
             return [item]
         items: list[Any] = [None] * self.size
         with exchange():
-            dist.all_gather_object(items, item, group=self.group)
+            _dist().all_gather_object(items, item, group=self.group)
         return items
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors, in place, on every rank."""
         if self.group is not None:
             with exchange():
-                dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
+                _dist().all_reduce(tensor, op=_dist().ReduceOp.SUM, group=self.group)
         return tensor
 
     def tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, all of one shape, in rank order, on every rank."""
         if self.group is None:
             return [tensor]
+        import torch
+
         found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         with exchange():
-            dist.all_gather(found, tensor.contiguous(), group=self.group)
+            _dist().all_gather(found, tensor.contiguous(), group=self.group)
         return found
 
     def mesh(self, device: torch.device) -> DeviceMesh:
@@ -128,7 +138,7 @@ class World:
         mine = World()
         for first in range(0, self.size, size):
             with exchange():
-                group = dist.new_group(list(range(first, first + size)))
+                group = _dist().new_group(list(range(first, first + size)))
             if first <= self.rank < first + size:
                 mine = World(self.rank - first, size, group)
         return mine
@@ -140,7 +150,7 @@ class World:
             return item
         received: list[Any] = [None]
         with exchange():
-            dist.scatter_object_list(received, list(items) if self.is_root else None, src=0, group=self.group)
+            _dist().scatter_object_list(received, list(items) if self.is_root else None, src=0, group=self.group)
         return received[0]
 
     def broadcast(self, item: Any) -> Any:
@@ -149,7 +159,7 @@ class World:
             return item
         box = [item]
         with exchange():
-            dist.broadcast_object_list(box, src=0, group=self.group)
+            _dist().broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
 
@@ -166,6 +176,9 @@ def join() -> World:
     """Join the process group that the launcher describes, or be a world of one. Threads are shared out among ranks."""
     if not was_started_by_torchrun():
         return World()
+    import torch
+    import torch.distributed as dist
+
     with exchange():
         on_cuda = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
@@ -182,7 +195,7 @@ def local_rank() -> int:
 def leave(world: World) -> None:
     """Leave the process group, if there is one."""
     if world.group is not None:
-        dist.destroy_process_group()
+        _dist().destroy_process_group()
 
 
 def start_ranks(ranks: int, arguments: Sequence[str]) -> None:

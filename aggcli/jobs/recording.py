@@ -174,7 +174,7 @@ class Stack:
     def _shared(self, world: World) -> dict[str, Any]:
         import torch
 
-        from aggcli.objective.step import weighing_of
+        from aggcli.objective.weighing import weighing_of
 
         config = self.request.config
         return {

@@ -142,7 +142,7 @@ def _prepare(
     from aggcli.jobs.parts import in_parts
     from aggcli.jobs.steps import Replay
     from aggcli.objective.reducer import load_reducer
-    from aggcli.objective.step import weighing_of
+    from aggcli.objective.weighing import weighing_of
     from aggcli.rollouts.sources import open_source
 
     config = request.config

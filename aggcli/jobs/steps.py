@@ -11,8 +11,9 @@ import torch
 from aggcli.config import RunConfig
 from aggcli.errors import RolloutError
 from aggcli.jobs.listening import say
+from aggcli.layout.chosen import layouts_of
 from aggcli.layout.schedule import Layout, Schedule, schedule_step
-from aggcli.layout.steps import Part, layouts_of, need_whole_groups, optimizer_steps
+from aggcli.layout.steps import Part, need_whole_groups, optimizer_steps
 from aggcli.layout.views import GlobalView, LocalView
 from aggcli.measurement.groups import group_values
 from aggcli.measurement.inventory import reward_scale

@@ -144,7 +144,7 @@ def seeds_of(config: RunConfig) -> tuple[int, ...]:
 def refuse(request: TrainingRequest) -> None:
     """Refuse settings that training cannot use, before anything is started."""
     from aggcli import grid, sinks
-    from aggcli.layout.steps import layouts_of
+    from aggcli.layout.chosen import layouts_of
 
     config, objective, training = request.config, request.config.objective, request.config.training
     sinks.need(config.log_to)

@@ -1,4 +1,4 @@
-"""Optimizer steps of a rollout batch, and the layouts that each is recorded under."""
+"""Optimizer steps of a rollout batch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from aggcli.config import DEFAULT_LAYOUTS, LayoutConfig
 from aggcli.errors import RolloutError
-from aggcli.layout.schedule import RECORDED, Layout, Schedule, parse_layout, split_rollouts
+from aggcli.layout.schedule import Schedule, split_rollouts
 from aggcli.rollouts.batch import RecordedStep, RolloutBatch, distinct, group_of_rollout
 from aggcli.rules import Rule
 
@@ -88,23 +87,3 @@ def _remedy(batch: RolloutBatch, group_S: list[int], parts: Sequence[Part]) -> s
     if len(sizes) == 1 and not together and all(step % next(iter(sizes)) == 0 for step in steps):
         return "the steps' size fits the groups, but the samples of a group do not stand together: sort the file by group_index"
     return "change --global-batch-size to a multiple of the group size"
-
-
-def layouts_of(config: LayoutConfig, *, has_recorded: bool) -> list[Layout]:
-    """The layout in force, then the others that each step is recorded under, none twice.
-
-    In force: the ranks asked for (--dp, --cp), else the first of --layouts, else the recorded one, else `dp1:first-fit`.
-    Raises `SettingError` for a layout that cannot be read.
-    """
-    texts = list(config.layouts) if config.layouts else list(DEFAULT_LAYOUTS)
-    if has_recorded and not config.layouts:
-        texts.insert(0, RECORDED)
-    if config.dp * config.cp > 1:
-        ranks = f"dp{config.dp}cp{config.cp}" if config.cp > 1 else f"dp{config.dp}"
-        texts.insert(0, f"{ranks}:{config.partition}")
-    elif config.partition != "first-fit" and not config.layouts:
-        texts.insert(0, f"dp1:{config.partition}")
-    return [
-        parse_layout(text, max_tokens=config.max_tokens_per_gpu, micro_batch_size=config.micro_batch_size)
-        for text in dict.fromkeys(texts)
-    ]

@@ -18,7 +18,8 @@ from aggcli.config import ObjectiveConfig
 from aggcli.layout.views import LocalView, Rank
 from aggcli.measurement.catalogue import LENGTH_BINS
 from aggcli.measurement.tokens import TokenNumbers, token_numbers
-from aggcli.objective.step import OWN, WeightNames
+from aggcli.objective.step import OWN
+from aggcli.objective.weighing import WeightNames
 
 Key = tuple[str, ...]
 HELD: Key = ("held",)

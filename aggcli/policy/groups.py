@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SMALL_WIDTH = 256
 """Policies narrower than this run every operation on one thread."""
@@ -29,6 +31,8 @@ def groups_of(runs: int, most: int, device: torch.device) -> list[slice]:
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """One thread for torch inside: the order of sums, and so the last bits, then do not depend on the number of cores."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

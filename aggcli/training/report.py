@@ -24,7 +24,8 @@ from aggcli.measurement.ranks import Measured, reduced
 from aggcli.measurement.reduce import combine
 from aggcli.measurement.report import TWIN, StepReport, Values
 from aggcli.measurement.step import Head, MeasuredLayout, measure_config, measure_ranks, report_step
-from aggcli.objective.step import OWN, OWN_WEIGHTS, StepInputs, step_inputs, weighing_of
+from aggcli.objective.step import OWN, OWN_WEIGHTS, StepInputs, step_inputs
+from aggcli.objective.weighing import weighing_of
 from aggcli.rollouts.batch import NO_GROUP, RolloutBatch, Spread
 from aggcli.rules import SAMPLE_MEAN
 from aggcli.training.stack import RunSpec

@@ -11,7 +11,8 @@ from torch import Tensor
 from aggcli.config import ObjectiveConfig
 from aggcli.layout.schedule import Layout
 from aggcli.objective.policy_loss import OF_SEQUENCES, averaged_log_ratio, kl_terms, policy_terms
-from aggcli.objective.step import OWN_WEIGHTS, weighing_of
+from aggcli.objective.step import OWN_WEIGHTS
+from aggcli.objective.weighing import weighing_of
 from aggcli.objective.weights import aggregate, need_no_nan, rule_weights
 from aggcli.policy.protocol import Policy
 from aggcli.rollouts.batch import RolloutBatch
