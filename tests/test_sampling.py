@@ -81,8 +81,9 @@ def test_each_token_is_the_inverse_of_the_cumulative_distribution_at_its_noise()
 def test_sampling_does_not_depend_on_compaction(monkeypatch: pytest.MonkeyPatch):
     parameters, prompts, noise = policies(3), prompts_of(3, 4), noise_of(3, 24)
     results = []
-    for share, every in ((0.0, 1), (1.0, 1), (0.7, 2), (0.9, 5)):
+    for share, fewest, every in ((0.0, 0, 1), (1.0, 0, 1), (1.0, 20, 1), (0.7, 0, 2), (0.9, 0, 5)):
         monkeypatch.setattr(sampling, "COMPACT_AT", share)
+        monkeypatch.setattr(sampling, "FEWEST_SAVED", fewest)
         monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", every)
         results.append(drawn(parameters, prompts, noise))
     for result in results[1:]:
@@ -102,6 +103,7 @@ def test_the_policy_is_asked_once_for_each_prefix_that_unfinished_rows_stand_at(
 
     monkeypatch.setattr(sampling._Decoder, "read", counted)
     monkeypatch.setattr(sampling, "COMPACT_AT", 1.0)
+    monkeypatch.setattr(sampling, "FEWEST_SAVED", 0)
     result = drawn(parameters, prompts, noise)
     for t, prefixes in enumerate(asked):
         standing = [

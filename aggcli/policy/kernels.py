@@ -100,14 +100,10 @@ class PackedAttention(Function):
         for rows in layout.bins:
             N, L = rows.token_NL.shape
             part = flat_MX.index_select(0, rows.token_NL.flatten()).view(N, L, 3, heads, -1).permute(2, 0, 3, 1, 4)
-            query, keys = _query_and_keys(part, prompt_keys, rows.prompt_N)
-            before = 0 if prompt_keys is None else prompt_keys.shape[3]
+            mixed_NLD, (query, keys, weight) = attended(part, prompt_keys, rows.prompt_N, scale=part.shape[-1] ** -0.5)
             if prompt_keys is None:
                 prompt_keys = keys[:, :, :, :L]
-            key, value = keys.flatten(1, 2)
-            mask = _mask(L, keys.shape[3], before, qkv_RTX)
-            weight = torch.baddbmm(mask, query, key.mT, alpha=query.shape[-1] ** -0.5).softmax(-1)
-            mixed.append(torch.bmm(weight, value).view(N, heads, L, -1).transpose(1, 2).reshape(N * L, -1))
+            mixed.append(mixed_NLD.flatten(0, 1))
             saved += [query, keys, weight]
         ctx.save_for_backward(*saved)
         mixed.append(qkv_RTX.new_zeros(1, X // 3))  # which the tokens take that pad
@@ -148,6 +144,20 @@ class PackedAttention(Function):
         return grad_qkv.view(R, T, -1), None, None
 
 
+def attended(
+    part: Tensor, prompt_keys: Tensor | None = None, prompt_N: Tensor | None = None, *, scale: float
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Causal attention [N, L, D] of rows over the prompt of each, if any, and themselves; and what it was made of: queries and
+    keys (see `_query_and_keys`), and weights [N * H, L, K]."""
+    _, N, H, L, d = part.shape
+    query, keys = _query_and_keys(part, prompt_keys, prompt_N)
+    key, value = keys.flatten(1, 2)
+    mask = _mask(L, keys.shape[3], 0 if prompt_keys is None else prompt_keys.shape[3], part)
+    weight = torch.baddbmm(mask, query, key.mT, alpha=scale).softmax(-1)
+    mixed = torch.bmm(weight, value).view(N, H, L, d).transpose(1, 2)
+    return mixed.reshape(N, L, H * d), (query, keys, weight)
+
+
 def _query_and_keys(part: Tensor, prompt_keys: Tensor | None, prompt_N: Tensor | None) -> tuple[Tensor, Tensor]:
     """Queries [N * H, L, d], and keys and values [2, N, H, K, d] with those of the prompt in front.
 
@@ -159,7 +169,7 @@ def _query_and_keys(part: Tensor, prompt_keys: Tensor | None, prompt_N: Tensor |
     keys = part.new_empty(2, N, H, K, d)
     keys[:, :, :, P : P + L] = part[1:]
     if K > P + L:
-        keys[:, :, :, P + L :] = 0
+        keys[:, :, :, P + L :].zero_()
     if prompt_keys is not None and prompt_N is not None:
         keys[:, :, :, :P] = prompt_keys.index_select(1, prompt_N)
     return part[0].reshape(N * H, L, d), keys

@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 
 from aggcli.policy.groups import groups_of, threads_for
-from aggcli.policy.kernels import SMALLEST_NORM
+from aggcli.policy.kernels import SMALLEST_NORM, attended
 from aggcli.policy.protocol import Sampled, joined_runs
 from aggcli.policy.transformer import (
     BLOCK_WEIGHTS,
+    Attend,
     Parameters,
     PolicyConfig,
-    attend_rows,
-    body,
     check_length,
-    embedded,
     run_of,
 )
 
 RUNS_AT_ONCE = 8
 """Runs of one decoding loop: enough that the work outweighs the calls, few enough for a core's cache."""
 COMPACT_AT = 0.7
-"""Prefixes that no row needs any more leave once at most this share of them is still wanted."""
+"""Prefixes that no row needs any more leave once at most this share of them is still wanted,"""
+FEWEST_SAVED = 16
+"""and where these are at least so many in the stack: fewer cost less to read than to leave."""
 CHECK_EVERY = {"cpu": 1}
 """Tokens between two looks at which prefixes are wanted. A look waits for the device: with one after every token rows share
 their prefixes, with fewer each has its own from its first token on."""
@@ -69,12 +69,12 @@ def _decoded(decoder: _Decoder, end_id: int, pad_id: int) -> Sampled:
         if t + 1 == decoder.length:
             break
         decoder.note_ended(token_RB == end_id)
-        is_look = (t + 1) % check_every == 0
-        if is_look and decoder.all_ended():
-            break
-        if t == 0 and check_every > 1:
+        if (t + 1) % check_every == 0:
+            if not decoder.look(token_RB, t):
+                break
+        elif t == 0:
             decoder.part(token_RB)
-        elif not (is_look and decoder.rearrange(token_RB, t)):
+        else:
             decoder.stay(token_RB)
         decoder.read(t)
     return decoder.finished(end_id, pad_id)
@@ -104,44 +104,42 @@ class _Decoder:
         self.drawn: list[Tensor] = []
         self.log_probs: list[Tensor] = []
         self.token_RN = self.prefix_RB[:, :0]
-        self._prefill(parameters, prompts_RPL)
+        self._prefill(prompts_RPL)
 
-    def _prefill(self, parameters: Parameters, prompts_RPL: Tensor) -> None:
+    def _prefill(self, prompts_RPL: Tensor) -> None:
         """Read each prompt once."""
         R, G, P = prompts_RPL.shape
-        within_group = attend_rows(self.config, G)
         self.caches: list[Tensor] = []
 
         def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
-            kv = qkv_RTX.view(R * G, P, 3, self.config.heads, -1)[:, :, 1:].permute(2, 1, 0, 3, 4)
-            cache = kv.new_empty(2, P + self.length, R * G, *kv.shape[3:])
-            cache[:, :P] = kv
+            part = qkv_RTX.view(R * G, P, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
+            mixed_BLD, (_, keys, _) = attended(part, scale=1.0)
+            cache = keys.new_empty(2, P + self.length, R * G, *part.shape[2::2])
+            cache[:, :P] = keys[:, :, :, :P].permute(0, 3, 1, 2, 4)
             self.caches.append(cache)
-            return within_group(layer, qkv_RTX)
+            return mixed_BLD.view(R, G * P, -1)
 
-        positions_RT = torch.arange(P, device=prompts_RPL.device).repeat(R, G)
-        x_RTD = embedded(parameters, prompts_RPL.reshape(R, G * P), positions_RT)
-        last_RPD = body(parameters, self.config, x_RTD, attend).view(R, G, P, -1)[:, :, -1]
-        self.logits_RVN = torch.bmm(self.weights.head.mT, _direction(last_RPD).mT)
+        places, rows, _ = self.weights.embedding_LVD.shape
+        at_RGP = prompts_RPL + self.run_offset_R1[:, None] * self.config.vocabulary_size
+        at_RGP += torch.arange(P, device=at_RGP.device) * rows
+        x_RTD = self.weights.embedding_LVD.view(places * rows, -1).index_select(0, at_RGP.flatten()).view(R, G * P, -1)
+        self._predict(self._through(x_RTD, attend).view(R, G, P, -1)[:, :, -1])
 
     def draw(self, t: int) -> Tensor:
         """The token of response position t of each row [R, B], by inverse CDF; ended rows draw one that is cut off."""
         log_probs_RVN = torch.log_softmax(self.logits_RVN, 1)
         below_RVN = log_probs_RVN.exp().cumsum(1)
-        at_RVB = self.prefix_RB.clamp(max=self.prefixes - 1)[:, None].expand(-1, below_RVN.shape[1], -1)
-        below_RVB = below_RVN.gather(2, at_RVB)
+        at_RB = self.prefix_RB.clamp(max=self.prefixes - 1)
+        below_RVB = below_RVN.gather(2, at_RB[:, None].expand(-1, below_RVN.shape[1], -1))
         threshold_R1B = self.noise_LRB[t][:, None] * below_RVB[:, -1:]  # the sum is 1 up to rounding
-        token_R1B = (below_RVB <= threshold_R1B).sum(1, keepdim=True).clamp_(max=below_RVB.shape[1] - 1)
-        self.drawn.append(token_R1B[:, 0])
-        self.log_probs.append(log_probs_RVN.gather(2, at_RVB).gather(1, token_R1B)[:, 0])
-        return self.drawn[-1]
+        token_RB = (below_RVB <= threshold_R1B).sum(1).clamp_(max=below_RVB.shape[1] - 1)
+        self.drawn.append(token_RB)
+        self.log_probs.append(log_probs_RVN.flatten(1).gather(1, at_RB.add_(token_RB, alpha=self.prefixes)))
+        return token_RB
 
     def note_ended(self, ended_RB: Tensor) -> None:
         self.ended_RB |= ended_RB
         self.prefix_RB = self.prefix_RB.masked_fill(self.ended_RB, self.prefixes)
-
-    def all_ended(self) -> bool:
-        return bool(self.ended_RB.all())
 
     def part(self, token_RB: Tensor) -> None:
         """A prefix of its own for each row, before any token is read."""
@@ -154,9 +152,10 @@ class _Decoder:
         token_RN = token_RB.new_zeros(self.runs, self.prefixes + 1)  # the last takes what rows draw that have ended
         self.token_RN = token_RN.scatter_(1, self.prefix_RB, token_RB)[:, :-1]
 
-    def rearrange(self, token_RB: Tensor, t: int) -> bool:
-        """One prefix for each that an unfinished row stands at after these tokens, at response position t, in place of those
-        before. Nothing is done, and False returned, where every prefix can stay and most are still wanted."""
+    def look(self, token_RB: Tensor, t: int) -> bool:
+        """Go on from one prefix for each that an unfinished row stands at after these tokens, at response position t; False
+        where no row goes on. The prefixes before stay where they are, each with its token, if none of them parts and few can
+        be saved."""
         V, none = self.config.vocabulary_size, self.prefixes * self.config.vocabulary_size
         drawn_RB, prefix_RB = token_RB.cpu().numpy(), self.prefix_RB.cpu().numpy()
         key_RB = np.where(prefix_RB < self.prefixes, prefix_RB * V + drawn_RB, none)
@@ -164,10 +163,14 @@ class _Decoder:
         is_wanted_RK = np.zeros((self.runs, none + 1), bool)
         is_wanted_RK[run_R1, key_RB] = True
         is_wanted_RK[:, none] = False
-        wanted = max(int(is_wanted_RK.sum(-1).max()), 1)
-        has_parted = is_wanted_RK[:, :none].reshape(-1, V).sum(-1).max() > 1
-        if not has_parted and wanted > COMPACT_AT * self.prefixes:
+        wanted = int(is_wanted_RK.sum(-1).max())
+        if not wanted:
             return False
+        has_parted = is_wanted_RK[:, :none].reshape(-1, V).sum(-1).max() > 1
+        saved = self.prefixes - wanted
+        if not has_parted and (saved < (1 - COMPACT_AT) * self.prefixes or saved * self.runs < FEWEST_SAVED):
+            self.stay(token_RB)
+            return True
         new_RK = is_wanted_RK.cumsum(-1) - 1
         run_K, key_K = is_wanted_RK.nonzero()
         key_RN = np.zeros((self.runs, wanted), np.int64)
@@ -186,22 +189,29 @@ class _Decoder:
 
     def read(self, t: int) -> None:
         """Feed the tokens just drawn, at response position t, and compute the next logits."""
-        place, weights = self.prompt_length + t, self.weights
+        place = self.prompt_length + t
         token_RN = self.token_RN + self.run_offset_R1 * self.config.vocabulary_size
-        x_RND = weights.embedding_LVD[place].index_select(0, token_RN.flatten()).view(self.runs, self.prefixes, -1)
-        for cache, (qkv, attention_out, mlp_in, mlp_out) in zip(self.caches, weights.layers, strict=True):
-            mixed_RND = self._attend(torch.bmm(_direction(x_RND), qkv), cache, place)
-            x_RND = torch.baddbmm(x_RND, mixed_RND, attention_out)
-            x_RND = torch.baddbmm(x_RND, torch.bmm(_direction(x_RND), mlp_in).relu_(), mlp_out)
-        self.logits_RVN = torch.bmm(weights.head.mT, _direction(x_RND).mT)
+        x_RND = self.weights.embedding_LVD[place].index_select(0, token_RN.flatten()).view(self.runs, self.prefixes, -1)
+        self._predict(self._through(x_RND, lambda layer, qkv_RNX: self._attend(qkv_RNX, self.caches[layer], place)))
+
+    def _through(self, x_RTD: Tensor, attend: Attend) -> Tensor:
+        """All blocks: embeddings [R, T, D] -> the direction of the hidden states [R, T, D]."""
+        for layer, (qkv, attention_out, mlp_in, mlp_out) in enumerate(self.weights.layers):
+            x_RTD = torch.baddbmm(x_RTD, attend(layer, torch.bmm(_direction(x_RTD), qkv)), attention_out)
+            x_RTD = torch.baddbmm(x_RTD, torch.bmm(_direction(x_RTD), mlp_in).relu_(), mlp_out)
+        return _direction(x_RTD)
+
+    def _predict(self, direction_RND: Tensor) -> None:
+        """The logits of every prefix's next token."""
+        self.logits_RVN = torch.bmm(self.weights.head.mT, direction_RND.mT)
 
     def _attend(self, qkv_RNX: Tensor, cache: Tensor, place: int) -> Tensor:
         """One query a prefix over the cache; products and sums, since the matrix products would be tiny."""
         heads, width = self.config.heads, self.config.head_width
-        parts = qkv_RNX.view(-1, 3, heads, width)
-        cache[:, place] = parts[:, 1:].transpose(0, 1)
-        key_LNHd, value_LNHd = cache[:, : place + 1].unbind(0)
-        product = (key_LNHd * parts[:, 0]).view(-1, width)
+        parts_3NHd = qkv_RNX.view(-1, 3, heads, width).transpose(0, 1)
+        cache.select(1, place).copy_(parts_3NHd.narrow(0, 1, 2))
+        key_LNHd, value_LNHd = cache.narrow(1, 0, place + 1).unbind(0)
+        product = (key_LNHd * parts_3NHd.select(0, 0)).view(-1, width)
         weight_LNH1 = torch.mv(product, self.weights.ones).view(place + 1, -1, heads, 1).softmax(0)
         return (value_LNHd * weight_LNH1).sum(0).view(self.runs, self.prefixes, -1)
 
