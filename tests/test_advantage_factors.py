@@ -77,7 +77,7 @@ def _why_not(step: RolloutBatch, rules: Sequence[Rule]) -> str:
         return "group_index is missing"
     if any(rule.name in ("balanced", "prime-rl") for rule in rules) and step.advantages_T is None:
         return "needs (the )?advantages"
-    masked_S = step.mask_sum_S() == 0
+    masked_S = step.mask_sum_S == 0
     of_rows = rules[1].name in ("oat:grpo", "rlinf:seq-mean-token-mean")
     return "divides 0 by 0" if of_rows and bool(masked_S.any()) else ""
 

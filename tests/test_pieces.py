@@ -102,7 +102,7 @@ MASKS = ([1, 0, 1], [], [0, 1, 1, 1], [1])
 def test_tokens_are_counted_and_told_apart_the_same_some_at_a_time(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "TOKENS_OF_CHUNK", tokens)
     batch = batch_of(sample(len(mask), loss_mask=mask) for mask in MASKS)
-    assert batch.mask_sum_S().tolist() == [2, 0, 3, 1]
+    assert batch.mask_sum_S.tolist() == [2, 0, 3, 1]
     chunked = [(chunk.start, chunk.stop, sample_C.tolist()) for chunk, sample_C in batch.token_chunks()]
     assert [at for *_, of_chunk in chunked for at in of_chunk] == [0, 0, 0, 2, 2, 2, 2, 3]
     assert [stop - start for start, stop, _ in chunked] == [len(of_chunk) for *_, of_chunk in chunked]

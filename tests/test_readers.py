@@ -101,7 +101,7 @@ def test_a_real_fanout_dump_is_the_same_64_rollouts_in_82_samples_each_token_tra
     batch = read_slime(DATA / "slime_rollout_fanout/0.pt", "s")
     plain = read_slime(DATA / "slime_rollout/0.pt", "s")
     assert (batch.num_samples, int(batch.rollout_S.max()) + 1) == (82, 64)
-    trained = torch.zeros(64, dtype=torch.int64).index_add(0, batch.rollout_S, batch.mask_sum_S())
+    trained = torch.zeros(64, dtype=torch.int64).index_add(0, batch.rollout_S, batch.mask_sum_S)
     assert trained.tolist() == plain.response_length_S.tolist()
 
 

@@ -163,9 +163,9 @@ def test_fanout_splits_the_share_into_siblings_that_train_each_token_once() -> N
     assert int((pieces_G > 1).sum()) == 4000  # a quarter of 16000
     assert set(pieces_G.tolist()) == {1, 2, 3}
     # Lengths, groups and rewards are drawn before the split, so both have the same rollouts.
-    trained_G = torch.zeros(16000, dtype=torch.int64).index_add(0, split.rollout_S, split.mask_sum_S())
+    trained_G = torch.zeros(16000, dtype=torch.int64).index_add(0, split.rollout_S, split.mask_sum_S)
     assert torch.equal(trained_G, whole.response_length_S)
-    assert split.mask_sum_S().min() >= 1
+    assert split.mask_sum_S.min() >= 1
 
 
 def test_a_later_sibling_holds_the_earlier_ones_tokens_masked_out() -> None:

@@ -249,7 +249,7 @@ COUNTS = {
 
 
 def _counts(rule: ReducerRule, step: RolloutBatch, schedule: Schedule, rank: int, cp: int) -> dict[str, Any]:
-    tokens_S = step.mask_sum_S()
+    tokens_S = step.mask_sum_S
     mine = list(schedule.partitions[rank])
     groups = step.group_S[step.group_S != NO_GROUP]
     divisor = rule.divisor or float(max(int(step.response_length_S.max()), 1))

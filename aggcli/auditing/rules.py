@@ -51,7 +51,7 @@ class NamedRule:
     def weights_by_piece(self, step: RolloutBatch, schedule: Schedule) -> Tensor:
         """The weight of a token of each sample, float64 [S], where the loss is NaN: NaN only in the pieces that are 0/0."""
         weight_S = weight_by_sample(self.rule, step, [schedule], nan_in="piece").value_S
-        return torch.where(torch.isnan(weight_S) | (step.mask_sum_S() > 0), weight_S, 0.0)
+        return torch.where(torch.isnan(weight_S) | (step.mask_sum_S > 0), weight_S, 0.0)
 
     def can_represent(self, schedule: Schedule) -> bool:
         return can_represent(self.rule, schedule)

@@ -105,7 +105,7 @@ class WholeStep:
     ) -> None:
         self.step, self.tokens, self.weights, self.sequences = step, tokens, weights, sequences
         self.truncated_S = step.truncated_S
-        self.mask_sum_S, self.share_S = step.mask_sum_S(), rollout_share(step.rollout_S)
+        self.mask_sum_S, self.share_S = step.mask_sum_S, rollout_share(step.rollout_S)
 
     def under(self, weights: Mapping[str, Tensor | Spread]) -> WholeStep:
         """The same step with other weights."""

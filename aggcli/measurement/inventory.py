@@ -92,7 +92,7 @@ def _lengths(batch: RolloutBatch) -> dict[str, Any]:
         "response_length_max": int(length_S.max()),
         "response_tokens": int(length_S.sum()),
         "tokens": tokens,
-        "fully_masked_samples": int((batch.mask_sum_S() == 0).sum()),
+        "fully_masked_samples": int((batch.mask_sum_S == 0).sum()),
     }
 
 

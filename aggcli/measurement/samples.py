@@ -28,7 +28,7 @@ def sample_columns(step: RolloutBatch, threshold: float) -> dict[str, list[Any]]
         "rollout": [_text(rollouts[r]) if rollouts else str(r) for r in step.rollout_S.tolist()],
         "group": [None if g == NO_GROUP else _text(groups[g]) if groups else str(g) for g in step.group_S.tolist()],
         "response_length": step.response_length_S.tolist(),
-        "trained_tokens": step.mask_sum_S().tolist(),
+        "trained_tokens": step.mask_sum_S.tolist(),
         "reward": rewards,
         "correct": correct,
         "truncated": cut,
@@ -64,7 +64,7 @@ def _advantages(step: RolloutBatch) -> list[float | None]:
     sum_S = torch.zeros(step.num_samples, dtype=torch.float64)
     for chunk, sample_C in step.token_chunks():
         sum_S.index_add_(0, sample_C, torch.where(step.loss_mask_T[chunk], step.advantages_T[chunk].double(), 0.0))
-    tokens = step.mask_sum_S().tolist()
+    tokens = step.mask_sum_S.tolist()
     return [total / count if count else None for total, count in zip(sum_S.tolist(), tokens, strict=True)]
 
 

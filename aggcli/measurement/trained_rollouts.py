@@ -24,7 +24,7 @@ def over_trained_rollouts(inputs: StepInputs, measuring: MeasureConfig) -> dict[
     """By compared rule: each metric of `BESIDE` by the weights that its rule would give if the step held only the rollouts with
     a trained token. Left out where those are the weights in force, and under a reducer or a rule that varies with the layout.
     """
-    step, tokens_S = inputs.step, inputs.step.mask_sum_S()
+    step, tokens_S = inputs.step, inputs.step.mask_sum_S
     if not (0 < int(tokens_S.count_nonzero()) < step.num_samples):
         return {}
     tokens_G = torch.zeros(int(step.rollout_S.max()) + 1, dtype=torch.int64).index_add_(0, step.rollout_S, tokens_S)

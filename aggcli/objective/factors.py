@@ -36,7 +36,7 @@ def advantage_factors(step: RolloutBatch, wanted: Rule, given: Rule) -> Tensor:
         if rule.drops_zero_advantages and step.advantages_T is None:
             raise RolloutError(f"{step.name}: {rule.name} leaves out tokens of zero advantage, so it needs the advantages")
     wanted_S, given_S = (masked_weights(rule, step).value_S for rule in (wanted, given))
-    return torch.where((step.mask_sum_S() > 0) & (given_S > 0), wanted_S / given_S, 1.0)
+    return torch.where((step.mask_sum_S > 0) & (given_S > 0), wanted_S / given_S, 1.0)
 
 
 def need_correctable(rule: Rule) -> None:
@@ -66,7 +66,7 @@ def need_groups_of(step: RolloutBatch, *rules: Rule) -> None:
 
 def without_tokens(step: RolloutBatch) -> list[str]:
     """In words: the prompt groups of which no token is trained, and the samples of other groups of which none is."""
-    is_empty_S = step.mask_sum_S() == 0
+    is_empty_S = step.mask_sum_S == 0
     groups = step.group_S[step.group_S != NO_GROUP].unique()
     empty = groups[~torch.isin(groups, step.group_S[~is_empty_S])]
     samples = (is_empty_S & ~torch.isin(step.group_S, empty)).nonzero().flatten().tolist()

@@ -24,7 +24,7 @@ def sequence_numbers(
     found: dict[str, Tensor] = {}
     if has_ratio:
         found["log_ratio"] = _summed(step, tokens, "log_probs", "old_log_probs")
-        log_ratio_S, trained_S = found["log_ratio"], step.mask_sum_S()
+        log_ratio_S, trained_S = found["log_ratio"], step.mask_sum_S
         largest_S = _largest(torch.where(trained_S > 0, log_ratio_S, -torch.inf), step.run_S)
         found["weight"] = torch.where(trained_S > 0, torch.exp(log_ratio_S - largest_S), 0.0)
         if "advantages" in tokens:

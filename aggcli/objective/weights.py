@@ -179,7 +179,7 @@ class _Counting:
     @functools.cached_property
     def tokens_S(self) -> Tensor:
         if self.mask_T is self.step.loss_mask_T:
-            return self.step.mask_sum_S().double()
+            return self.step.mask_sum_S.double()
         return _summed(self.mask_T.double(), self.step.sample_of_token(), self.step.num_samples)
 
     @functools.cached_property

@@ -135,10 +135,17 @@ def _tensor(array: np.ndarray) -> Tensor:
 
 def _distinct_prompts(prompt_RBL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct prompts of each run, padded to the run that has most by repeating its first, and each row's."""
-    found = [np.unique(prompt_BL, axis=0, return_inverse=True) for prompt_BL in prompt_RBL]
-    most = max(len(prompts) for prompts, _ in found)
-    prompts_RPL = np.stack([np.concatenate([prompts, prompts[:1].repeat(most - len(prompts), 0)]) for prompts, _ in found])
-    return prompts_RPL, np.stack([inverse.reshape(-1) for _, inverse in found])
+    found = [np.unique(_as_texts(prompt_BL), return_index=True, return_inverse=True)[1:] for prompt_BL in prompt_RBL]
+    most = max(len(first) for first, _ in found)
+    first_RP = [np.append(first, first[:1].repeat(most - len(first))) for first, _ in found]
+    prompts = [prompt_BL[first_P] for prompt_BL, first_P in zip(prompt_RBL, first_RP, strict=True)]
+    return np.stack(prompts), np.stack([inverse for _, inverse in found])
+
+
+def _as_texts(token_NL: np.ndarray) -> np.ndarray:
+    """Rows of token ids as byte strings [N], which compare as the rows do."""
+    words = np.ascontiguousarray(token_NL, ">u4")
+    return words.view(f"S{words.itemsize * words.shape[1]}").ravel()
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +177,7 @@ class _Tree:
         words[:, :, 1] = prompt_RB
         words[:, :, 2:] = np.where(np.arange(L) < read_RB[:, :, None], response_RBL + 1, 0)
         words = words.reshape(R * B, L + 2)
-        order_N = words.view(f"S{words.itemsize * words.shape[1]}").ravel().argsort(kind="stable")
+        order_N = _as_texts(words).argsort(kind="stable")
         words, length_N, run_N = words[order_N], read_RB.ravel()[order_N], order_N // B
         alike = np.logical_and.accumulate(words[1:] == words[:-1], 1)[:, 2:].sum(1)  # tokens that a row shares with the last
         shared_N = np.minimum(np.append(0, alike), length_N)

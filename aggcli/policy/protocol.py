@@ -78,12 +78,14 @@ class Shards:
 
     def norm(self, value_RQ: Tensor) -> Tensor:
         """The 2-norm of all numbers of each run, float64 [R]; of this rank's part, given by every rank."""
-        own_R = torch.linalg.vector_norm(value_RQ, dim=1, dtype=torch.float64)
-        return torch.linalg.vector_norm(torch.stack(self.world.tensors(own_R)), dim=0)
+        return self._joined(torch.linalg.vector_norm(value_RQ, dim=1, dtype=torch.float64))
+
+    def _joined(self, norm_R: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(torch.stack(self.world.tensors(norm_R)), dim=0)
 
     def finite(self, value_RQ: Tensor) -> Tensor:
         """Whether all numbers of a run are finite, bool [R] on the CPU: their norm is, unless it overflows."""
-        finite_R = torch.isfinite(self.norm(value_RQ))
+        finite_R = torch.isfinite(self._joined(torch.linalg.vector_norm(value_RQ, dim=1)))
         if not finite_R.all():
             own_R = torch.isfinite(value_RQ).all(1).double()
             finite_R = torch.stack(self.world.tensors(own_R)).amin(0) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -151,6 +152,7 @@ class RolloutBatch:
             samples_S = torch.arange(first, last + 1, device=held_S.device)
             yield chunk, torch.repeat_interleave(samples_S, held_S, output_size=chunk.stop - chunk.start)
 
+    @cached_property
     def mask_sum_S(self) -> Tensor:
         """Trained tokens of each sample, int64."""
         return self.count_S(self.loss_mask_T)
@@ -219,6 +221,8 @@ class RolloutBatch:
         into `dataclasses.replace`."""
         made = object.__new__(RolloutBatch)
         made.__dict__.update(self.__dict__ | changes)
+        if not changes.keys().isdisjoint(("loss_mask_T", "response_length_S")):
+            made.__dict__.pop("mask_sum_S", None)
         return made
 
     # -- names for messages -----------------------------------------------------------------------------------------
@@ -354,7 +358,7 @@ def group_of_rollout(group_S: Tensor, rollout_S: Tensor) -> Tensor:
 
 
 def _reduced_over_rollout(value_S: Tensor, rollout_S: Tensor, reduce: str) -> Tensor:
-    if not rollout_S.numel():
+    if torch.equal(rollout_S, torch.arange(rollout_S.numel(), device=rollout_S.device)):  # each is of one sample
         return value_S
     value_G = torch.zeros(int(rollout_S.max()) + 1, dtype=torch.int64, device=rollout_S.device)
     return value_G.scatter_reduce(0, rollout_S, value_S, reduce=reduce, include_self=False)[rollout_S]

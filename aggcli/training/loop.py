@@ -174,7 +174,7 @@ class Trainer:
         for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
             if not finite:
                 self.broken.setdefault(run.name, "its gradient is not finite")
-        tokens_R = torch.zeros(len(self.runs), dtype=torch.int64).index_add_(0, step.run_S, step.mask_sum_S())
+        tokens_R = torch.zeros(len(self.runs), dtype=torch.int64).index_add_(0, step.run_S, step.mask_sum_S)
         return finite_R & (tokens_R > 0)
 
     def _sampled(self, rollouts: SampledRollouts) -> list[Values]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from pathlib import Path
+from contextlib import suppress
 
 import torch
 
@@ -20,7 +20,7 @@ def peak_bytes(device: torch.device) -> int:
     had resident since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")  # ru_maxrss would begin as the size of the process that started this one
-    if status.exists():
-        return int(status.read_text().partition("VmHWM:")[2].split()[0]) * 1024
+    # ru_maxrss would begin as the size of the process that started this one
+    with suppress(FileNotFoundError), open("/proc/self/status", "rb") as status:
+        return int(status.read().partition(b"VmHWM:")[2].split(None, 1)[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

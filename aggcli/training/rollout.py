@@ -228,7 +228,8 @@ def stacked_prompts(drawn: Sequence[Prompts], pad_id: int) -> Prompts:
 
 
 def _padded(value_RBL: Tensor, length: int, fill: float) -> Tensor:
-    return torch.nn.functional.pad(value_RBL, (0, length - value_RBL.shape[-1]), value=fill)
+    missing = length - value_RBL.shape[-1]
+    return torch.nn.functional.pad(value_RBL, (0, missing), value=fill) if missing else value_RBL
 
 
 def _joined_rows(prompts_SL: Tensor, prompt_length_S: Tensor, response_SL: Tensor, pad_id: int) -> Tensor:

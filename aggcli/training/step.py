@@ -68,10 +68,10 @@ def step_tokens(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout, dty
     """
 
     def of_run(value: Callable[[ObjectiveConfig], float]) -> Tensor:
-        value_R = torch.tensor([value(run.objective) for run in runs], dtype=dtype)
-        return torch.repeat_interleave(value_R[step.run_S], step.response_length_S)
+        return torch.tensor([value(run.objective) for run in runs], dtype=dtype)[run_T]
 
     assert step.advantages_T is not None
+    run_T = torch.repeat_interleave(step.run_S, step.response_length_S)
     loss_T, metric_T, kl_T, entropy_T = (weight_T.to(dtype) for weight_T in stack_weights(step, runs, layout))
     return StepTokens(
         loss_T,
@@ -207,7 +207,7 @@ def _sequence_log_ratio(
     )
     sample_T = torch.searchsorted(step.response_length_S.cumsum(0), at, right=True)
     sum_S = torch.zeros(step.num_samples, dtype=torch.float64).index_add_(0, sample_T, ratio_T)
-    return (sharing.add_up(sum_S) / step.mask_sum_S().clamp(min=1))[sample_T]
+    return (sharing.add_up(sum_S) / step.mask_sum_S.clamp(min=1))[sample_T]
 
 
 def all_log_probs(
