@@ -82,7 +82,8 @@ def _decoded(decoder: _Decoder, end_id: int, pad_id: int) -> Sampled:
 
 class _Decoder:
     """`rows` rows of each run, and the prefixes that they stand at: `prefixes` of each run, the same number in every run, flat
-    as N = R * prefixes. `prefix_RB`: the prefix of each row, and `prefixes` itself, which is none, once the row has ended.
+    as N = R * prefixes. `prefix_RB`: the prefix of each row, and `prefixes` itself, which is none, once the row has ended;
+    `can_part`: whether two rows may stand at one prefix.
 
     Caches are place-first, [2, P + L, N, H, d], so that a new token is one write and attention reads one block.
     """
@@ -104,6 +105,7 @@ class _Decoder:
         self.drawn: list[Tensor] = []
         self.log_probs: list[Tensor] = []
         self.token_RN = self.prefix_RB[:, :0]
+        self.can_part = True
         self._prefill(prompts_RPL)
 
     def _prefill(self, prompts_RPL: Tensor) -> None:
@@ -156,6 +158,9 @@ class _Decoder:
         """Go on from one prefix for each that an unfinished row stands at after these tokens, at response position t; False
         where no row goes on. The prefixes before stay where they are, each with its token, if none of them parts and few can
         be saved."""
+        if not self.can_part and self.runs * self.prefixes < FEWEST_SAVED:
+            self.stay(token_RB)
+            return not self.ended_RB.all()
         V, none = self.config.vocabulary_size, self.prefixes * self.config.vocabulary_size
         drawn_RB, prefix_RB = token_RB.cpu().numpy(), self.prefix_RB.cpu().numpy()
         key_RB = np.where(prefix_RB < self.prefixes, prefix_RB * V + drawn_RB, none)
@@ -163,9 +168,11 @@ class _Decoder:
         is_wanted_RK = np.zeros((self.runs, none + 1), bool)
         is_wanted_RK[run_R1, key_RB] = True
         is_wanted_RK[:, none] = False
-        wanted = int(is_wanted_RK.sum(-1).max())
+        wanted_R = is_wanted_RK.sum(-1)
+        wanted = int(wanted_R.max())
         if not wanted:
             return False
+        self.can_part = bool(((key_RB < none).sum(-1) > wanted_R).any())
         has_parted = is_wanted_RK[:, :none].reshape(-1, V).sum(-1).max() > 1
         saved = self.prefixes - wanted
         if not has_parted and (saved < (1 - COMPACT_AT) * self.prefixes or saved * self.runs < FEWEST_SAVED):
