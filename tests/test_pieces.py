@@ -103,6 +103,9 @@ def test_tokens_are_counted_and_told_apart_the_same_some_at_a_time(tokens: int, 
     monkeypatch.setattr(batches, "TOKENS_OF_CHUNK", tokens)
     batch = batch_of(sample(len(mask), loss_mask=mask) for mask in MASKS)
     assert batch.mask_sum_S.tolist() == [2, 0, 3, 1]
+    assert batch.derived(loss_mask_T=~batch.loss_mask_T).mask_sum_S.tolist() == [1, 0, 1, 0]
+    assert batch.select(torch.tensor([3, 2])).mask_sum_S.tolist() == [1, 3]
+    assert [part.mask_sum_S.tolist() for part in batch.split([1, 3])] == [[2], [0, 3, 1]]
     chunked = [(chunk.start, chunk.stop, sample_C.tolist()) for chunk, sample_C in batch.token_chunks()]
     assert [at for *_, of_chunk in chunked for at in of_chunk] == [0, 0, 0, 2, 2, 2, 2, 3]
     assert [stop - start for start, stop, _ in chunked] == [len(of_chunk) for *_, of_chunk in chunked]

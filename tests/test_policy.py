@@ -12,6 +12,7 @@ from aggcli.policy import warm_start as warm
 from aggcli.policy.groups import groups_of, threads_for
 from aggcli.policy.log_probs import response_log_probs
 from aggcli.policy.packing import pack
+from aggcli.policy.protocol import Shards
 from aggcli.policy.transformer import (
     Parameters,
     PolicyConfig,
@@ -260,6 +261,21 @@ def test_beginnings_that_rows_share_are_read_once_and_never_across_prompts():
     assert list(zip(prompts_N.tolist(), map(tuple, read_NL.tolist()), strict=True)) == 2 * [
         (0, (2, 2, 2, 2)), (0, (3, 1, 4, 0)), (0, (3, 1, 4, 1)), (6, (3, 1, 4, 1)),
     ]  # fmt: skip
+
+
+def test_prompts_are_told_apart_whatever_the_bytes_of_their_ids():
+    prompts_BL = torch.tensor([[256, 0], [1, 0], [0, 256], [0, 65536], [256, 0], [0, 0], [0, 1], [0, 256]])
+    packing = pack(torch.nn.functional.pad(prompts_BL, (0, 2), value=5)[None], 2, torch.full((1, 8), 2))
+    read = packing.tokens_RT[0, : packing.prompts * 2].view(-1, 2).tolist()
+    assert sorted(read) == [[0, 0], [0, 1], [0, 256], [0, 65536], [1, 0], [256, 0]]
+    first_of_row = packing.predicted_at_RBC[0, :, 0].tolist()  # what the first response token is predicted from
+    assert [read[prompt] for prompt in first_of_row] == prompts_BL.tolist()
+
+
+def test_numbers_whose_norm_overflows_are_finite_and_others_are_not():
+    value_RQ = torch.tensor([[3e38, 3e38], [1.0, math.inf], [math.nan, 1.0], [0.0, -3e38]])
+    assert Shards().finite(value_RQ).tolist() == [True, False, False, True]
+    assert Shards().norm(value_RQ[:1]).item() == pytest.approx(float(torch.tensor(3e38)) * math.sqrt(2), rel=1e-12)
 
 
 def test_rows_of_prompts_alone_have_no_response_token():

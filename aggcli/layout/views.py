@@ -140,7 +140,7 @@ class WholeStep:
             response_length_S=step.response_length_S[held_S],
             mask_sum_S=self.mask_sum_S[held_S],
             rollout_share_S=self.share_S[held_S],
-            counted_S=torch.tensor(list(cp_ranks)).eq(0).double().repeat_interleave(held_S.numel() // split),
+            counted_S=torch.from_numpy(np.repeat([float(cp_rank == 0) for cp_rank in cp_ranks], held_S.numel() // split)),
             token_count_S=count_S,
             tokens={name: value_T[at_T] for name, value_T in self.tokens.items()},
             weights={name: _taken(weight, at_T, held_S, count_S) for name, weight in self.weights.items()},

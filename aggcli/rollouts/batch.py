@@ -206,7 +206,9 @@ class RolloutBatch:
             | {"token_ids_U": total}
         )
         values = {field: getattr(self, field) for field in sizes}
-        parts = {field: value.split(sizes[field]) for field, value in values.items() if value is not None}
+        parts: dict[str, Sequence[object]] = {
+            field: torch.split_with_sizes(value, sizes[field]) for field, value in values.items() if value is not None
+        }
         if self.status_S is not None:
             parts["status_S"] = [
                 self.status_S[end - count : end] for end, count in zip(accumulate(samples), samples, strict=True)

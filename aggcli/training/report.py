@@ -186,9 +186,9 @@ def _of_runs(inputs: StepInputs, runs: Sequence[RunSpec]) -> list[StepInputs]:
     return found
 
 
-def _split(arrays: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+def _split(arrays: Mapping[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
     """The arrays of each run, so many numbers each."""
-    of_runs = zip(*(value.split(sizes) for value in arrays.values()), strict=True)
+    of_runs = zip(*(torch.split_with_sizes(value, sizes) for value in arrays.values()), strict=True)
     return [dict(zip(arrays, of_run, strict=True)) for of_run in of_runs] if arrays else [{} for _ in sizes]
 
 
