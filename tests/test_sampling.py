@@ -128,7 +128,7 @@ def test_a_run_of_a_stack_samples_what_it_samples_alone():
 def test_groups_of_runs_sample_what_one_group_samples(monkeypatch: pytest.MonkeyPatch):
     parameters, prompts, noise = policies(5), prompts_of(5, 4), noise_of(5, 24)
     whole = drawn(parameters, prompts, noise)
-    monkeypatch.setattr(sampling, "RUNS_AT_ONCE", 2)
+    monkeypatch.setattr(sampling, "ROWS_AT_ONCE", 48)  # two runs
     assert_same(whole, drawn(parameters, prompts, noise))
 
 

@@ -38,6 +38,8 @@ def sequence_numbers(
 def _summed(step: RolloutBatch, tokens: Mapping[str, Tensor], one: str, other: str) -> Tensor:
     """The sum over each sample's trained tokens of one stream less another, float64 [S]."""
     sum_S = torch.zeros(step.num_samples, dtype=torch.float64)
+    if tokens[one] is tokens[other]:
+        return sum_S
     for chunk, sample_C in step.token_chunks():
         apart_C = tokens[one][chunk].double() - tokens[other][chunk].double()
         sum_S.index_add_(0, sample_C, torch.where(step.loss_mask_T[chunk], apart_C, 0.0))

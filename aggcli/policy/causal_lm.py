@@ -251,7 +251,7 @@ class _OneRun:
         mine_Q, start, by = gradient_RQ[self.runs.start], 0, list(trained(self.module).values())
         with told_memory():
             for part in torch.autograd.grad(loss, by, retain_graph=not is_last, allow_unused=True, materialize_grads=True):
-                mine_Q[start : start + part.numel()] += part.flatten()
+                mine_Q[start : start + part.numel()].add_(part.flatten())
                 start += part.numel()
 
 

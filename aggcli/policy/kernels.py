@@ -132,7 +132,7 @@ class PackedAttention(Function):
             torch.bmm(grad_score.mT, query, out=grad_keys[0].flatten(0, 1))
             own = 0
             if rows.prompt_N is None:
-                grad_keys[:, :, :, :P] += grad_prompt
+                grad_keys[:, :, :, :P].add_(grad_prompt)
             else:
                 own = P
                 grad_prompt.index_add_(1, rows.prompt_N, grad_keys[:, :, :, :P])

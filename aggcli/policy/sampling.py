@@ -27,8 +27,8 @@ from aggcli.policy.transformer import (
     run_of,
 )
 
-RUNS_AT_ONCE = 8
-"""Runs of one decoding loop: enough that the work outweighs the calls, few enough for a core's cache."""
+ROWS_AT_ONCE = 1280
+"""Rows of the runs of one decoding loop: enough that the work outweighs the calls, few enough for a core's cache."""
 COMPACT_AT = 0.7
 """Prefixes that no row needs any more leave once at most this share of them is still wanted,"""
 FEWEST_SAVED = 16
@@ -56,7 +56,8 @@ def sample(
     """
     parts = []
     with torch.inference_mode(), threads_for(config.width):
-        for group in groups_of(len(uniforms_RBL), RUNS_AT_ONCE, parameters["head"].device):
+        runs, rows, _ = uniforms_RBL.shape
+        for group in groups_of(runs, max(ROWS_AT_ONCE // max(rows, 1), 1), parameters["head"].device):
             decoder = _Decoder(run_of(parameters, group), config, prompts_RPL[group], uniforms_RBL[group], temperature)
             parts.append(_decoded(decoder, end_id, pad_id))
     return joined_runs(parts, pad_id)  # outside of inference mode: a gradient may be taken through what was drawn
@@ -266,7 +267,7 @@ class _Weights:
         for layer in range(config.layers):
             weight = {name: parameters[f"layers.{layer}.{name}"] for name in BLOCK_WEIGHTS}
             qkv = weight["qkv"] * root
-            qkv[..., : config.width] *= config.head_width**-0.5
+            qkv[..., : config.width].mul_(config.head_width**-0.5)
             layers.append((qkv, weight["attention_out"], weight["mlp_in"] * root, weight["mlp_out"]))
         head = parameters["head"] * (root / temperature)
         return cls(embedding_LRVD.flatten(1, 2), layers, head, head.new_ones(config.head_width))

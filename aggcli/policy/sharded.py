@@ -181,7 +181,7 @@ class _OneRun:
         for value in self.model.trained.values():
             size = value.to_local().numel()
             if value.grad is not None:
-                mine_Q[start : start + size] += cast(DTensor, value.grad).to_local().flatten()
+                mine_Q[start : start + size].add_(cast(DTensor, value.grad).to_local().flatten())
                 value.grad = None
             start += size
 

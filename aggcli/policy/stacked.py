@@ -157,5 +157,5 @@ class _SomeRuns:
     def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
         mine_RQ, start = gradient_RQ[self.runs], 0
         for part in torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=not is_last):
-            mine_RQ[:, start : start + part[0].numel()] += part.flatten(1)
+            mine_RQ.narrow(1, start, part[0].numel()).add_(part.flatten(1))  # in place: `+=` would write each number twice
             start += part[0].numel()
