@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,18 +171,22 @@ def need_whole_groups_in(recorded: Recorded, global_batch_size: int | None, rule
         need_groups(batch, rule)
 
 
-def movable(setup: Setup) -> Setup | None:
-    """The setup with its tensors in main memory, for a process that may have another device, see `arrived`; None where that
+def movable(setup: Setup) -> bytes | None:
+    """The setup packed, its tensors in main memory, for a process that may have another device, see `arrived`; None where that
     process reads a language model itself."""
     if setup.config.training.model is not None:
         return None
-    return dataclasses.replace(setup, start=setup.start.on(torch.device("cpu")))
+    return pickle.dumps(dataclasses.replace(setup, start=setup.start.on(torch.device("cpu"))))
 
 
-def arrived(setup: Setup | RunConfig) -> Setup:
-    """The setup on the device that its settings mean here; made anew where only those are given. Raises `SettingError`."""
+def arrived(setup: Setup | bytes | RunConfig) -> Setup:
+    """The setup, which may be packed, on the device that its settings mean here; made anew where only those are given. Raises
+    `SettingError`."""
     if isinstance(setup, RunConfig):
         return set_up(setup)
+    if isinstance(setup, bytes):
+        setup = pickle.loads(setup)
+        assert isinstance(setup, Setup)
     device = device_of(setup.config)
     return dataclasses.replace(setup, device=device, start=setup.start.on(device))
 

@@ -59,7 +59,8 @@ def test_what_is_done_meanwhile_is_done_once_while_shares_are_elsewhere(
     launcher = Processes(1) if place is Processes else Here()
     monkeypatch.setattr(place, "run", run)
     before = set(threading.enumerate())
-    training._launched(launcher, [share], lambda: (time.sleep(0.05), called.append("meanwhile")))
+    beside = threading.Thread(target=lambda: (time.sleep(0.05), called.append("meanwhile")))
+    training._launched(launcher, [share], beside)
     assert sorted(called) == [*["meanwhile"] * times, "shares"]
     assert set(threading.enumerate()) == before, "nothing is left to run beside what comes next"
 
@@ -133,6 +134,8 @@ def test_a_share_whose_process_is_killed_is_named_with_its_signal_and_ends_no_ot
     assert "was ended by signal 35;" in str(other)
     assert (1, killed) in heard, "it is told as soon as it is known, since others go on"
     assert killed.exit_code == 1
+    ((one,), _) = _outcomes(_ends, [signal.SIGKILL], Processes(1, named="the preparation"))
+    assert re.fullmatch(r"the preparation \(process \d+\) was ended by SIGKILL; what was recorded is kept", str(one.error))
 
 
 @pytest.mark.parametrize(
@@ -320,6 +323,29 @@ def test_a_share_has_a_line_with_the_time_that_it_still_takes(monkeypatch: pytes
     monkeypatch.setattr(live.time, "perf_counter", lambda: 110.0)
     assert live._line(Progress(5, 1234.5), 8, 100.0, 3) == "step 5/8, 1,234 tokens/s, 15 s left"
     assert live._line(Progress(3, 1234.5), 8, 100.0, 3) == "step 3/8, 1,234 tokens/s"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_comparison_that_is_ended_while_it_is_prepared_in_another_process_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """It is prepared for long: nobody has taught this policy yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    process = started("compare", "--task-digits=5", "--seeds=2", "--workers=2", "--output", tmp_path / "out")
+    begun: list[int] = []
+    while process.poll() is None and not begun:
+        begun = [prepares for child in _children(process.pid) for prepares in _children(child)]
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == code
+    until = time.monotonic() + 5  # which is less than the policy takes to be taught
+    while any(Path(f"/proc/{one}").exists() for one in begun) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(Path(f"/proc/{one}").exists() for one in begun)
+    _, errors = process.communicate()
+    assert errors == ("aggcli: interrupted; what was recorded is kept\n" if code == 130 else "")
+    assert not (tmp_path / "out").exists()
 
 
 def _children(pid: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -63,6 +64,30 @@ def test_figures_and_comparisons_of_results_that_are_there_never_import_torch(re
         assert "torch" not in found, arguments
     assert "torch" in _imported("compare", "--rollouts=example", "--output", tmp_path / "again")
     assert "torch" in sys.modules, "this process has it, so the others would have had it too"
+
+
+_SMALL = ("--task=control", "--steps=1", "--seeds=1", "--rollout-batch-size=2", "--n-samples-per-prompt=2")
+
+
+@pytest.mark.slow
+def test_a_comparison_whose_runs_train_in_processes_leaves_torch_to_them(tmp_path: Path) -> None:
+    small = (*_SMALL, "--evaluation-prompts=2", "--modes=token_mean,constant", "--workers=2")
+    found = _imported("compare", *small, "--output", tmp_path / "apart")
+    assert "torch" not in found
+    assert json.loads((tmp_path / "apart" / "manifest.json").read_text())["shares"] == 2
+    assert {"pandas", "matplotlib"} <= found
+
+
+@pytest.mark.slow
+def test_what_is_refused_where_a_comparison_is_prepared_is_raised_by_train_as_what_it_is(tmp_path: Path) -> None:
+    program = (
+        "import sys, aggcli\n"
+        "try: aggcli.train(task='runing-sum', seeds=2, workers=2, output=sys.argv[1])\n"
+        "except Exception as error: print(type(error) is aggcli.errors.SettingError, 'torch' in sys.modules, error)"
+    )
+    told = completed("-c", program, tmp_path / "out")
+    assert told.stdout == "True False unknown task 'runing-sum'; did you mean 'running-sum'?\n", told.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

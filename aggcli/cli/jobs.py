@@ -105,7 +105,8 @@ def gradients_command(given: Mapping[str, Any], *, config: Path | None, json: bo
 
 def training_command(request: TrainingRequest, *, json: bool) -> int:
     """Train on the ranks that the layout asks for, and print. Returns the exit code; raises `CheckFailed`."""
-    from aggcli.jobs.training import refuse, train, warm_up
+    from aggcli.jobs.preparation import warm_up
+    from aggcli.jobs.training import refuse, train
     from aggcli.jobs.training_words import closing_notes, draw_curves, import_what_follows
 
     warm_up(request)

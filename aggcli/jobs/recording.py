@@ -17,7 +17,6 @@ from aggcli.jobs.listening import say
 from aggcli.run_writer import RunWriter, end_all, say_status
 
 if TYPE_CHECKING:
-    from aggcli.grid import Setup
     from aggcli.jobs.training import TrainingRequest
     from aggcli.training.loop import TrainedStep, Trainer
     from aggcli.training.report import RunReport
@@ -118,10 +117,13 @@ def unpack(files: Files, directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Stack:
-    """What is the same for all runs of a job, wherever they are trained. `shares`: the stacks that the runs are cut into."""
+    """What is the same for all runs of a job, wherever they are trained. `response_limit` in tokens; `threads`: those of an
+    operation; `shares`: the stacks that the runs are cut into."""
 
     request: TrainingRequest
-    setup: Setup
+    response_limit: int
+    device: str
+    threads: int
     runs: Sequence[RunSpec]
     directory: Path
     shares: int
@@ -172,8 +174,6 @@ class Stack:
             yield {run.name: stack.enter_context(opened(run)) for run in runs}
 
     def _shared(self, world: World) -> dict[str, Any]:
-        import torch
-
         from aggcli.objective.weighing import weighing_of
 
         config = self.request.config
@@ -183,9 +183,9 @@ class Stack:
             "settings": to_flat(config),
             "config": to_toml(config),
             "metric_rules": {run.mode: weighing_of(run.rule, run.objective).names.as_json() for run in self.runs},
-            "response_limit": self.setup.response_limit,
+            "response_limit": self.response_limit,
             "length_unit": "tokens",
-            "environment": records.environment(str(self.setup.device), torch.get_num_threads()),
+            "environment": records.environment(self.device, self.threads),
             "ranks": world.size,
             "shares": self.shares,
         }

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aggcli import ownership
 from aggcli.config import RunConfig
-from aggcli.errors import RecordError, RolloutError, SettingError, some, told
+from aggcli.errors import RecordError, SettingError, some, told
 from aggcli.jobs import recording
 from aggcli.jobs.listening import Listener, Progress, listener, say
+from aggcli.jobs.preparation import IMPORTED, begun, is_prepared_apart, prepared, warm_up
 from aggcli.jobs.recording import Files, Sent
-from aggcli.jobs.training_words import accuracy_before, foretell, summary_of
+from aggcli.jobs.training_words import summary_of
 from aggcli.launch.here import Here
 from aggcli.measurement.words import plural
 from aggcli.records import MANIFEST
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from aggcli.analysis.answer import Answer
     from aggcli.analysis.study import Study
     from aggcli.grid import Setup
+    from aggcli.jobs.preparation import Prepared
     from aggcli.launch import Launcher, Link, Outcome
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.rules import Rule
@@ -62,11 +64,11 @@ class TrainingRequest:
 @dataclass(frozen=True)
 class TrainingResult(Shown):
     """What training ended with. `summary`: each finished run on fresh prompts, or the last step's numbers on recorded rollouts;
-    `shares`: how each share went; `directory`: where it is recorded; `accuracy_before`: of the policy before
-    training, on the first seed's fresh prompts, None where there are none."""
+    `response_limit` in tokens; `shares`: how each share went; `directory`: where it is recorded; `accuracy_before`: of the
+    policy before training, on the first seed's fresh prompts, None where there are none."""
 
     request: TrainingRequest
-    setup: Setup
+    response_limit: int
     runs: Sequence[RunSpec]
     summary: Mapping[str, Any]
     shares: Sequence[Trained]
@@ -124,7 +126,7 @@ class TrainingResult(Shown):
         from aggcli.report.tables import answer_text, lines
         from aggcli.report.training_tables import last_step_table, training_table
 
-        if self.setup.task is None:
+        if self.request.config.source.rollouts:
             table = last_step_table(self.summary)
         else:
             table = training_table(self.summary, None if self.study is None else self.study.comparison)
@@ -142,8 +144,9 @@ def seeds_of(config: RunConfig) -> tuple[int, ...]:
 
 
 def refuse(request: TrainingRequest) -> None:
-    """Refuse settings that training cannot use, before anything is started."""
-    from aggcli import grid, sinks
+    """Refuse settings that training cannot use, before anything is started; a device and a task, which only torch knows, where
+    the job is prepared if that is not in this process."""
+    from aggcli import sinks
     from aggcli.layout.chosen import layouts_of
 
     config, objective, training = request.config, request.config.objective, request.config.training
@@ -159,31 +162,35 @@ def refuse(request: TrainingRequest) -> None:
         raise SettingError("--advantages recorded: sampled rollouts have none recorded; choose grpo or mean_only")
     if config.launch.launcher == "ray" and request.command == "run":
         raise SettingError("--launcher ray: is for several runs; give one as `aggcli train --modes MODE --seeds 1`")
-    if config.launch.launcher != "ray":  # where other machines have other devices
-        grid.device_of(config)
-    if not config.source.rollouts and training.model is None:
-        grid.task_of(training)
     part, group = config.layout.global_batch_size, training.n_samples_per_prompt
     grouped = [mode.name for mode in request.modes if mode.needs_groups]
-    if part is None or config.source.rollouts or not grouped:
-        return
-    if part % group and part < training.rollout_batch_size * group:
+    uneven = part is not None and part % group and part < training.rollout_batch_size * group
+    if uneven and grouped and not config.source.rollouts:
         raise SettingError(
             f"--global-batch-size {part}: {some(grouped)} needs whole prompt groups in an optimizer step; give a multiple of"
             f" --n-samples-per-prompt {group}"
         )
+    if is_prepared_apart(request):
+        return
+    from aggcli import grid
+
+    if config.launch.launcher != "ray":  # where other machines have other devices
+        grid.device_of(config)
+    if not config.source.rollouts and training.model is None:
+        grid.task_of(training)
 
 
 @dataclass(frozen=True)
 class TrainingShare:
     """What is to be done of a training job at one place: number `number` of the `shares` that its `runs` are cut into.
 
-    `setup`: None where a language model is read anew; `is_shown`: whether somebody looks at the numbers of the runs while they
-    train; `world`: the ranks that share every run; `sent`: what goes with it to a machine that may not see the directory.
+    `setup`: packed (`grid.movable`) for another process, None where that reads a language model anew; `is_shown`: whether
+    somebody looks at the numbers of the runs while they train; `world`: the ranks that share every run; `sent`: what goes with
+    it to a machine that may not see the directory.
     """
 
     request: TrainingRequest
-    setup: Setup | None
+    setup: Setup | bytes | None
     runs: Sequence[RunSpec]
     directory: Path
     number: int
@@ -215,24 +222,6 @@ class Trained:
     """Whether it was told to stop, where that could not be raised since `files` had to come along."""
 
 
-IMPORTED = ("torch", "aggcli.grid", "aggcli.jobs.training", "safetensors.torch", "aggcli.sinks")
-"""What the share of a training job imports."""
-
-
-def warm_up(request: TrainingRequest) -> None:
-    """Start what the shares will be forked from, where they may be: it takes as long as this process takes for its imports."""
-    from aggcli.launch import processes
-
-    launch, training, layout = request.config.launch, request.config.training, request.config.layout
-    if layout.dp * layout.cp > 1 or "WORLD_SIZE" in os.environ:
-        return
-    default = training.device in ("auto", "cpu") and min(launch.workers or processes.cores(), launch.shares or 2) > 1
-    if len(request.modes) * len(request.seeds) > 1 and (
-        launch.launcher == "processes" or (launch.launcher is None and default)
-    ):
-        processes.warm_up(IMPORTED)
-
-
 def train(
     request: TrainingRequest, world: World | None = None, meanwhile: Callable[[], object] | None = None
 ) -> TrainingResult | None:
@@ -249,57 +238,54 @@ def train(
 
 
 def _train(request: TrainingRequest, world: World, meanwhile: Callable[[], object] | None) -> TrainingResult | None:
-    from aggcli import grid
-
-    setup = grid.set_up(request.config, here=request.config.launch.launcher != "ray")
-    for note in setup.recorded.notes if setup.recorded is not None else ():
-        say(note)
-    request = dataclasses.replace(request, config=setup.config, modes=_with_groups(request, setup, world))
-    runs = grid.runs_of(request.config, request.modes, request.seeds, setup.response_limit)
-    if request.command == "run":
-        runs = [dataclasses.replace(run, name=".") for run in runs]
+    beside = threading.Thread(target=meanwhile)
+    if is_prepared_apart(request):
+        beside.start()
+    job = prepared(request, world)
+    request, limit = job.request, job.response_limit
     was_there = request.output is not None and request.output.exists()
     directory = recording.directory_of(request, world)
-    launcher, count = _place(setup, len(runs), world, recording.shares_before(directory) if request.resume else None)
-    resumed = _resumed(request, directory, count) if request.resume else ""
-    before: float | None = None
-    with ownership.not_left_empty(None if was_there else directory), setup.start.threads():
-        if request.config.training.match == "grad-norm":
-            runs = grid.matched_rates(setup, runs, world)
-        if world.is_root:
-            foretell(request, runs, directory, resumed)
-        if setup.task is not None:
-            before = accuracy_before(request, setup, world)
-        stack = recording.Stack(request, setup, runs, directory, count)
+    launcher, count = _place(job, world, recording.shares_before(directory) if request.resume else None)
+    with ownership.not_left_empty(None if was_there else directory):
+        begin = begun(job, directory, count, world)
+        stack = recording.Stack(request, limit, job.device, job.threads, begin.runs, directory, count)
         with stack.recorded(world) as manifest:
-            given = setup if isinstance(launcher, Here) else grid.movable(setup)
-            share = TrainingShare(request, given, runs, directory, 0, count, listener().wants_numbers, world)
+            given = job.setup if isinstance(launcher, Here) else _packed(job.setup)
+            share = TrainingShare(request, given, begin.runs, directory, 0, count, listener().wants_numbers, world)
             shares = [dataclasses.replace(share, number=number) for number in range(count)]
             if launcher.is_elsewhere:
                 shares = [_sent(share) for share in shares]
-            done = _launched(launcher, shares, meanwhile)
-            summary = summary_of(setup, runs, done, directory) if world.is_root else {}
+            done = _launched(launcher, shares, beside)
+            summary = summary_of(request, limit, begin.runs, done, directory) if world.is_root else {}
             manifest["final"] = summary
-    return TrainingResult(request, setup, runs, summary, done, directory, before) if world.is_root else None
+    return TrainingResult(request, limit, begin.runs, summary, done, directory, begin.accuracy) if world.is_root else None
 
 
-def _place(setup: Setup, runs: int, world: World, before: int | None) -> tuple[Launcher, int]:
+def _packed(setup: Setup | bytes) -> bytes | None:
+    if isinstance(setup, bytes):
+        return setup
+    from aggcli import grid
+
+    return grid.movable(setup)
+
+
+def _place(job: Prepared, world: World, before: int | None) -> tuple[Launcher, int]:
     """Where the settings mean a job to run, and into how many shares its runs are cut. `before`: the shares of a job that is
     resumed, which goes on to the bit only in as many. Raises `SettingError`."""
-    import torch
-
     from aggcli.launch import launcher_of
     from aggcli.launch.processes import can_fork_from_server
 
-    launch = setup.config.launch
+    launch, runs = job.request.config.launch, len(job.runs)
     if world.group is not None:
         return launcher_of(launch, "here", 1, IMPORTED), 1
     if launch.launcher == "ray":
         launcher = launcher_of(launch, "ray", 1, IMPORTED)
         return launcher, min(launch.shares or before or launcher.slots, runs)
-    workers = launch.workers or torch.get_num_threads()
-    spreads = setup.start.is_small and launch.launcher != "here"
-    alone = runs if setup.config.training.model is not None else 1  # a language model's runs only cost memory side by side
+    workers = launch.workers or job.cores
+    spreads = job.is_small and launch.launcher != "here"
+    alone = (
+        runs if job.request.config.training.model is not None else 1
+    )  # a language model's runs only cost memory side by side
     shares = min(launch.shares or before or (workers if spreads else alone), runs)
     spreads = spreads and can_fork_from_server() and min(workers, shares) > 1
     if launch.workers is not None and shares < min(workers, runs):
@@ -310,22 +296,9 @@ def _place(setup: Setup, runs: int, world: World, before: int | None) -> tuple[L
     return launcher_of(launch, name, min(workers, shares), IMPORTED), shares
 
 
-def _resumed(request: TrainingRequest, directory: Path, shares: int) -> str:
-    """The steps that the shares of a job go on from, in words. Raises `RecordError` where one has done more than is asked for,
-    and for a damaged checkpoint."""
-    from aggcli.training.checkpoint import checkpoint_of, steps_done
-
-    done = [steps_done(checkpoint_of(directory, share, shares)) for share in range(shares)]
-    if max(done) > request.config.training.steps:
-        raise RecordError(f"--steps {request.config.training.steps}: the run in {directory} has done {max(done)} already")
-    return f"step {min(done)}" if len(set(done)) == 1 else f"steps {min(done)} to {max(done)}"
-
-
-def _launched(
-    launcher: Launcher, shares: Sequence[TrainingShare], meanwhile: Callable[[], object] | None = None
-) -> list[Trained]:
-    """Every share, run at its place; `meanwhile`, where that is elsewhere. Once all have ended, raises `KeyboardInterrupt`
-    where one was told to stop, else the error of the first that failed."""
+def _launched(launcher: Launcher, shares: Sequence[TrainingShare], beside: threading.Thread | None = None) -> list[Trained]:
+    """Every share, run at its place; the thread `beside` is at work too where that is not this process. Once all have ended,
+    raises `KeyboardInterrupt` where one was told to stop, else the error of the first that failed."""
     share, steps = shares[0], dict[int, int]()
     speaks = share.world.is_root
     with (
@@ -343,11 +316,10 @@ def _launched(
             elif speaks:
                 say(message)
 
-        beside = threading.Thread(target=meanwhile)
-        if meanwhile is not None and not isinstance(launcher, Here):
+        if beside is not None and beside.ident is None and not isinstance(launcher, Here):
             beside.start()
         outcomes = [_arrived(outcome, share.directory) for outcome in launcher.run(trained, shares, hear)]
-        if beside.is_alive():
+        if beside is not None and beside.is_alive():
             beside.join()
     if any(outcome.is_interrupted for outcome in outcomes):
         if speaks and len(asked) == 1 and steps:
@@ -360,25 +332,6 @@ def _launched(
         if outcome.error is not None:
             raise outcome.error
     return [outcome.result for outcome in outcomes]
-
-
-def _with_groups(request: TrainingRequest, setup: Setup, world: World) -> tuple[Rule, ...]:
-    """The modes that recorded rollouts can be trained under: some need their groups. Raises `RolloutError` where one was asked
-    for by name."""
-    from aggcli import grid
-
-    grouped = [mode for mode in request.modes if mode.needs_groups]
-    if setup.recorded is None or not grouped:
-        return request.modes
-    try:
-        grid.need_whole_groups_in(setup.recorded, request.config.layout.global_batch_size, grouped[0])
-    except RolloutError as error:
-        if request.command != "compare" or request.config.modes is not None:
-            raise
-        if world.is_root:
-            say(f"{some(mode.name for mode in grouped)} is left out: {error}")
-        return tuple(mode for mode in request.modes if mode not in grouped)
-    return request.modes
 
 
 def _sent(share: TrainingShare) -> TrainingShare:
@@ -425,6 +378,8 @@ def trained(share: TrainingShare, link: Link) -> Trained:
 
 
 def _trained(share: TrainingShare, link: Link) -> Trained:
+    import torch
+
     from aggcli import grid
     from aggcli.training.checkpoint import checkpoint_of, filled, load, need_fit, save
 
@@ -438,7 +393,9 @@ def _trained(share: TrainingShare, link: Link) -> Trained:
             like = trainer.checkpoint().tensors
             need_fit(path, checkpoint, [run.name for run in runs], like)
             trainer.restore(filled(checkpoint, like, world))
-        stack = recording.Stack(request, setup, share.runs, share.directory, share.shares)
+        stack = recording.Stack(
+            request, setup.response_limit, str(setup.device), torch.get_num_threads(), share.runs, share.directory, share.shares
+        )
         with stack.writers(runs, world, trainer.step if goes_on else None) as writers:
             if (held := _held(trainer, world)) and world.is_root:
                 link.tell(held)

@@ -73,15 +73,17 @@ def _varying(rules: Sequence[Rule]) -> dict[str, list[str]]:
     return found
 
 
-def summary_of(setup: Setup, runs: Sequence[RunSpec], shares: Sequence[Trained], directory: Path) -> dict[str, Any]:
+def summary_of(
+    request: TrainingRequest, response_limit: int, runs: Sequence[RunSpec], shares: Sequence[Trained], directory: Path
+) -> dict[str, Any]:
     """Final figures on fresh prompts; on recorded rollouts, which have no fresh prompts, the numbers of the last step."""
     from aggcli import records
     from aggcli.analysis.final import final_summary, last_step_summary
 
     names = [(run.name, run.mode, run.seed) for run in runs]
-    if setup.task is not None:
+    if not request.config.source.rollouts:
         final = {name: found for share in shares for name, found in share.final.items()}
-        return final_summary(names, final, setup.response_limit)
+        return final_summary(names, final, response_limit)
     lines = {run.name: list(records.read_lines(directory / run.name / records.METRICS)) for run in runs}
     return last_step_summary(names, {name: found[-1] for name, found in lines.items() if found})
 
@@ -91,7 +93,7 @@ def answer_of_a_run(result: TrainingResult) -> Answer:
     said = [f"{result.failure}."] if result.failure else []
     steps = plural(result.request.config.training.steps, "step")
     final = {name: found for share in result.shares for name, found in share.final.items()}
-    if result.setup.task is None:
+    if result.request.config.source.rollouts:
         runs = plural(len(result.runs), "run was", "runs were")
         said.append(
             f"{runs} trained for {steps} on recorded rollouts, whose accuracy and lengths no mode can change; the table has the"
@@ -119,7 +121,7 @@ def collapsed(result: TrainingResult) -> dict[str, str]:
     """Run -> a sentence, of each that ended without a right answer and with every response at the limit: what it came from,
     by the accuracy before training."""
     final = {name: found for share in result.shares for name, found in share.final.items()}
-    limit = result.setup.response_limit
+    limit = result.response_limit
     before, steps = result.accuracy_before, plural(result.request.config.training.steps, "step")
     what = "collapsed" if before else "never learned anything" if before == 0 else "collapsed or never learned anything"
     start = "" if before is None else f" ({short(before)} before)"
@@ -165,9 +167,7 @@ def settings_in_words(result: TrainingResult) -> list[str]:
             " steps)"
         )
     if training.overlong_buffer:
-        said.append(
-            f"overlong penalty: down to -1 over the last {training.overlong_buffer} tokens of {result.setup.response_limit}"
-        )
+        said.append(f"overlong penalty: down to -1 over the last {training.overlong_buffer} tokens of {result.response_limit}")
     if objective.mask_truncated:
         said.append("--mask-truncated: truncated responses have a loss mask of 0 and count in N")
     return said

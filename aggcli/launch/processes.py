@@ -44,17 +44,18 @@ def warm_up(modules: Sequence[str]) -> None:
     """Start the server, which imports these modules while this process goes on with its own work; once is enough."""
     multiprocessing.set_forkserver_preload(["aggcli.launch.server", *modules])
     resource_tracker.ensure_running()  # which unblocks SIGINT, so it must come first
-    before = dict(os.environ)
     path = os.pathsep.join(folder for folder in sys.path if folder)  # which the server of Python 3.11 is not told otherwise
-    os.environ |= {LAUNCHER: str(os.getpid()), FOLDER: util.get_temp_dir(), "PYTHONPATH": path}
+    own = {LAUNCHER: str(os.getpid()), FOLDER: util.get_temp_dir(), "PYTHONPATH": path}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ |= own
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # stays blocked in the server: Ctrl-C would end its imports
     try:
         with _without_main():
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        os.environ.clear()
-        os.environ |= before
+        for name, value in before.items():  # no other variable is touched: another thread may be reading or setting it
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @contextlib.contextmanager
@@ -76,6 +77,7 @@ class _Running:
     """A share at work elsewhere. `outcome`: once it has said how it ended, or has ended without."""
 
     number: int
+    name: str
     process: BaseProcess
     link: Connection
     outcome: Outcome | None = None
@@ -100,7 +102,7 @@ class _Running:
         self.process.join()
         code = self.process.exitcode or 0
         how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return ShareFailed(f"share {self.number + 1} (process {self.process.pid}) {how}; what was recorded is kept")
+        return ShareFailed(f"{self.name} (process {self.process.pid}) {how}; what was recorded is kept")
 
     def stop(self) -> None:
         """Have it end where it can be gone on with."""
@@ -125,10 +127,12 @@ class _Running:
 
 @dataclass
 class Processes:
-    """Processes of this machine, `workers` at a time. `modules`: what the shares import."""
+    """Processes of this machine, `workers` at a time. `modules`: what the shares import; `named`: what the only one is called
+    where it is no share of a job."""
 
     workers: int
     modules: tuple[str, ...] = ()
+    named: str = ""
     is_stopping: bool = field(default=False, init=False)
     is_elsewhere: bool = field(default=False, init=False)
 
@@ -175,13 +179,13 @@ class Processes:
 
     def _started(self, number: int, work: Work, share: Any) -> _Running:
         near, far = multiprocessing.Pipe()
-        threads = max(1, cores() // self.workers)
+        threads = max(1, cores() // self.workers) if self.workers > 1 else 0
         given = (far, dict(os.environ), threads, pickle.dumps((work, share)))
         process = multiprocessing.get_context("forkserver").Process(target=_work, args=given, daemon=True)
         with _without_main():
             process.start()
         far.close()
-        return _Running(number, process, near)
+        return _Running(number, self.named or f"share {number + 1}", process, near)
 
     def _hear(self, running: dict[int, _Running], hear: Hear) -> None:
         """Take what the shares have said within a turn."""
@@ -248,7 +252,8 @@ def _work(link: Connection, environment: dict[str, str], threads: int, given: by
         end_with_server()
         import torch
 
-        torch.set_num_threads(threads)
+        if threads:  # else as many as torch takes by itself
+            torch.set_num_threads(threads)
         work, share = pickle.loads(given)
         far.say("done", work(share, far))
         code = int(ExitCode.DONE)
