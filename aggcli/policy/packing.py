@@ -135,17 +135,18 @@ def _tensor(array: np.ndarray) -> Tensor:
 
 def _distinct_prompts(prompt_RBL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct prompts of each run, padded to the run that has most by repeating its first, and each row's."""
-    found = [np.unique(_as_texts(prompt_BL), return_index=True, return_inverse=True)[1:] for prompt_BL in prompt_RBL]
-    most = max(len(first) for first, _ in found)
-    first_RP = [np.append(first, first[:1].repeat(most - len(first))) for first, _ in found]
-    prompts = [prompt_BL[first_P] for prompt_BL, first_P in zip(prompt_RBL, first_RP, strict=True)]
-    return np.stack(prompts), np.stack([inverse for _, inverse in found])
-
-
-def _as_texts(token_NL: np.ndarray) -> np.ndarray:
-    """Rows of token ids as byte strings [N], which compare as the rows do."""
-    words = np.ascontiguousarray(token_NL, ">u4")
-    return words.view(f"S{words.itemsize * words.shape[1]}").ravel()
+    R, B, P = prompt_RBL.shape
+    words = np.ascontiguousarray(prompt_RBL, ">i8")  # whose bytes compare as they do
+    texts_RB = words.view(f"V{words.itemsize * P}").reshape(R, B).tolist()
+    distinct_R = [sorted({*texts}) for texts in texts_RB]
+    most = max(map(len, distinct_R))
+    prompt_RB = []
+    for texts, distinct in zip(texts_RB, distinct_R, strict=True):
+        at = {text: prompt for prompt, text in enumerate(distinct)}
+        prompt_RB.append([at[text] for text in texts])
+        distinct += distinct[:1] * (most - len(distinct))
+    read = np.frombuffer(b"".join(text for distinct in distinct_R for text in distinct), ">i8")
+    return read.astype(np.int64).reshape(R, most, P), np.array(prompt_RB)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +178,7 @@ class _Tree:
         words[:, :, 1] = prompt_RB
         words[:, :, 2:] = np.where(np.arange(L) < read_RB[:, :, None], response_RBL + 1, 0)
         words = words.reshape(R * B, L + 2)
-        order_N = _as_texts(words).argsort(kind="stable")
+        order_N = words.view(f"S{words.itemsize * words.shape[1]}").ravel().argsort(kind="stable")
         words, length_N, run_N = words[order_N], read_RB.ravel()[order_N], order_N // B
         alike = np.logical_and.accumulate(words[1:] == words[:-1], 1)[:, 2:].sum(1)  # tokens that a row shares with the last
         shared_N = np.minimum(np.append(0, alike), length_N)
