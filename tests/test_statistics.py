@@ -46,14 +46,20 @@ def test_mean_deviation_and_interval_are_those_worked_by_hand():
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-90, 1e-170, 1e-300])
-def test_the_size_of_what_is_compared_does_not_matter_to_its_p(size: float):
+def test_the_size_of_what_is_compared_does_not_matter(size: float):
     """Squares of the smallest are below what float64 holds."""
     found = paired_test(seeds([0.0, size, 3 * size]), seeds([0.0, 0.0, 0.0]))
     assert found is not None
     assert found.p == pytest.approx(0.2697, abs=1e-4)  # t = 4 / sqrt(7), and 1 - t / sqrt(2 + t^2)
-    assert found.difference.mean == pytest.approx(4 / 3 * size)
+    assert found.difference.mean / size == pytest.approx(4 / 3)
+    assert standard_deviation([0.0, size, 3 * size]) == pytest.approx(size * math.sqrt(7 / 3), rel=1e-12, abs=0)
+    reach = 4.302652729696142 * math.sqrt(7) / 3  # t of 0.975 with 2 degrees of freedom
+    assert found.difference.low is not None
+    assert found.difference.high is not None
+    assert found.difference.low / size == pytest.approx(4 / 3 - reach)
+    assert found.difference.high / size == pytest.approx(4 / 3 + reach)
     apart = welch_test([size, 2 * size, 3 * size], [4 * size, 6 * size, 8 * size])
-    assert apart.difference.mean == pytest.approx(-4 * size)
+    assert apart.difference.mean / size == pytest.approx(-4)
     assert apart.p == (pytest.approx(welch_test([1, 2, 3], [4, 6, 8]).p) if size > 1e-150 else None)
 
 

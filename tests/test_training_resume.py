@@ -313,10 +313,10 @@ def _checkpoint_with(directory: Path, facts: object = None, tensors: dict | None
 @pytest.mark.parametrize(
     ("facts", "named"),
     [
-        ({}, "its facts are not step, optimizer_steps, runs, gone"),
-        ([], "its facts are not step"),
-        ("x", "its facts are not step"),
-        ({"step": "x"}, "step is no count"),
+        ({}, "is of another version of aggcli, or damaged: it does not say step, optimizer_steps, runs, gone;"),
+        ([], "is damaged: its facts are not step"),
+        ("x", "is damaged: its facts are not step"),
+        ({"step": "x"}, "is damaged: step is no count"),
         ({"step": True}, "step is no count"),
         ({"step": 1.5}, "step is no count"),
         ({"optimizer_steps": 5}, "optimizer_steps is no count of each run"),

@@ -122,7 +122,7 @@ def interval(values: Sequence[float], bounds: Bounds | None = None, *, up_to: fl
     mean = math.fsum(values) / n
     if n == 1 or max(values) - min(values) <= _ROUNDING * max(map(abs, values)):
         return Interval(mean, None, None, n)
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    spread = math.hypot(*(value - mean for value in values)) / math.sqrt((n - 1) * n)  # squares of tiny numbers are 0
     reach = student_t(n - 1) * spread
     if bounds is None or not (bounds[0] <= min(values) and max(values) <= bounds[1]):
         return Interval(mean, mean - reach, mean + reach, n)
@@ -159,7 +159,11 @@ def exponential(found: Interval) -> Interval:
 
 def standard_deviation(values: Sequence[float]) -> float | None:
     """Standard deviation with n-1; None for fewer than two values."""
-    return float(np.std(np.asarray(values, dtype=np.float64), ddof=1)) if len(values) > 1 else None
+    n = len(values)
+    if n < 2:
+        return None
+    mean = math.fsum(values) / n
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(n - 1)  # squares of tiny numbers are 0
 
 
 def interquartile_mean(values: Sequence[float]) -> float | None:

@@ -196,15 +196,22 @@ def load(path: Path, *, only_facts: bool = False) -> Checkpoint | None:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"{path}: cannot be read ({error}); remove it to start from the first step") from error
     if (wrong := _wrong_fact(facts)) is not None:
-        raise RecordError(f"{path}: is damaged: {wrong}; remove it to start from the first step")
+        raise RecordError(f"{path}: {wrong}; remove it to start from the first step")
     gone = {name: (step, what) for name, (step, what) in facts["gone"].items()}
     return Checkpoint(facts["step"], facts["optimizer_steps"], facts["runs"], gone, tensors, parts)
 
 
 def _wrong_fact(facts: Any) -> str | None:
-    """What is wrong with the facts in the head of a checkpoint file, if anything is."""
-    if not isinstance(facts, dict) or not set(FACTS) <= facts.keys():
-        return f"its facts are not {', '.join(FACTS)}"
+    """What is wrong with a checkpoint file by the facts in its head, if anything is."""
+    if not isinstance(facts, dict):
+        return f"is damaged: its facts are not {', '.join(FACTS)}"
+    if lacking := [name for name in FACTS if name not in facts]:
+        return f"is of another version of aggcli, or damaged: it does not say {some(lacking)}"
+    wrong = _wrong_value(facts)
+    return None if wrong is None else f"is damaged: {wrong}"
+
+
+def _wrong_value(facts: Mapping[str, Any]) -> str | None:
     if not _is_count(facts["step"]):
         return "step is no count"
     if not isinstance(facts["runs"], list) or not all(isinstance(name, str) for name in facts["runs"]):
