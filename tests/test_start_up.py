@@ -105,7 +105,8 @@ def test_what_the_answer_and_the_curves_of_a_comparison_need_is_what_is_imported
         "training_words.import_what_follows(); before = set(sys.modules)\n"
         "from aggcli.analysis.histories import read_histories; from aggcli.analysis.study import study\n"
         "from aggcli.report.training_tables import training_table\n"
-        "directory = Path(sys.argv[1]); study(read_histories([directory])[0]); print(training_words.draw_curves(directory))\n"
+        "directory = Path(sys.argv[1]); found = study(read_histories([directory])[0])\n"
+        "print(training_words.draw_curves(directory, found))\n"
         "print('torch' in before, *set(sys.modules) - before)"
     )
     figure, imported = completed("-c", program, results).stdout.splitlines()

@@ -49,13 +49,14 @@ def modes_command(
         refuse_resume(resume)
     if dry_run:
         return print_dry_run(settings)
-    from aggcli.jobs.replay import ReplayRequest
-    from aggcli.jobs.training import TrainingRequest, seeds_of
-
     asked = tuple(invocation())
     if trains:
+        from aggcli.jobs.training import TrainingRequest, seeds_of
+
         request = TrainingRequest("compare", settings, settings.compared, seeds_of(settings), output, overwrite, resume, asked)
         return training_command(request, json=json)
+    from aggcli.jobs.replay import ReplayRequest
+
     return replay_command(
         ReplayRequest("compare", settings, settings.modes is None, output, overwrite, samples, arguments=asked), json=json
     )
@@ -118,7 +119,10 @@ def training_command(request: TrainingRequest, *, json: bool) -> int:
     if result is None:
         return ExitCode.DONE
     _print(result, json)
-    for note in [*([draw_curves(result.directory)] if request.command == "compare" else []), *closing_notes(result)]:
+    for note in [
+        *([draw_curves(result.directory, result.study)] if request.command == "compare" else []),
+        *closing_notes(result),
+    ]:
         say(note)
     if result.failure:
         raise CheckFailed(result.failure)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aggcli.analysis.answer import Answer
-from aggcli.analysis.divergence import is_collapsed
 from aggcli.analysis.tolerance import TOLERANCE
 from aggcli.errors import RecordError, some
 from aggcli.jobs.listening import say
 from aggcli.measurement.words import listed, plural, short
 
 if TYPE_CHECKING:
+    from aggcli.analysis.study import Study
     from aggcli.grid import Setup
     from aggcli.jobs.training import Trained, TrainingRequest, TrainingResult
     from aggcli.measurement.comparison import LayoutComparison
@@ -120,6 +120,8 @@ def answer_of_a_run(result: TrainingResult) -> Answer:
 def collapsed(result: TrainingResult) -> dict[str, str]:
     """Run -> a sentence, of each that ended without a right answer and with every response at the limit: what it came from,
     by the accuracy before training."""
+    from aggcli.analysis.divergence import is_collapsed
+
     final = {name: found for share in result.shares for name, found in share.final.items()}
     limit = result.response_limit
     before, steps = result.accuracy_before, plural(result.request.config.training.steps, "step")
@@ -269,12 +271,11 @@ def _import_drawing() -> None:
     import aggcli.report.curves  # noqa: F401
 
 
-def draw_curves(directory: Path) -> str:
-    """Draw the learning curves of a comparison beside its records; what is to be said of it."""
+def draw_curves(directory: Path, study: Study | None) -> str:
+    """Draw the learning curves of a comparison beside its records; what is to be said of it. `study`: that of these records,
+    None where there is none."""
     _import_drawing()
     from aggcli.analysis.frames import read_frames
-    from aggcli.analysis.histories import read_histories
-    from aggcli.analysis.study import compared_runs
     from aggcli.records import refuse_links
     from aggcli.report.curves import learning_curves
     from aggcli.report.style import save
@@ -284,8 +285,9 @@ def draw_curves(directory: Path) -> str:
         refuse_links([folder])
         folder.mkdir(exist_ok=True)
         frames = read_frames([directory], only_metrics=True)
-        runs, _, _ = compared_runs(read_histories([run.directory for run in frames.runs])[0])
-        save(learning_curves(frames, runs), folder / "learning_curves.png")
+        if study is None:
+            return f"{directory}: its runs cannot be compared, so no learning curve is drawn"
+        save(learning_curves(frames, study.runs), folder / "learning_curves.png")
     except RecordError as error:
         return str(error)
     return f"figure: {folder / 'learning_curves.png'}"

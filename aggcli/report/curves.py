@@ -58,7 +58,11 @@ def learning_curves(frames: Frames, runs: Sequence[History]) -> Figure:
     if not moving:
         raise NothingToDraw(f"no learning curve: no metric of the {'logs' if foreign else 'records'} changes over the steps")
     looks = style.looks([own[0] for own in arms.values()])
-    tables = {(label, name): _table(rows(metrics, arm=label), name, foreign=foreign) for label in arms for name in shown}
+    tables = {
+        (label, name): table
+        for label in arms
+        for name, table in _tables(rows(metrics, arm=label), shown, foreign=foreign).items()
+    }
     same = coinciding({label: _drawn(tables, label, shown) for label in arms})
     shown_as = {look.label: look.shown for look in looks}
     seeds = [len(own) for own in arms.values()]
@@ -130,13 +134,18 @@ class _Table:
     count: pd.Series
 
 
-def _table(metrics: pd.DataFrame, name: str, *, foreign: bool) -> _Table:
-    """The mean ends at the last step that every run of an arm got to: beyond it would be of the runs that happened to go on.
+def _tables(metrics: pd.DataFrame, names: Sequence[str], *, foreign: bool) -> dict[str, _Table]:
+    """These metrics of an arm, by name. A mean ends at the last step that every run of the arm got to: beyond it would be of
+    the runs that happened to go on.
 
     Other trainers log at steps of their own choice: there it is at the steps that all runs have that log the metric at all.
     """
-    table = metrics.pivot_table(index="step", columns="run", values=name, dropna=False)
+    by_run = metrics.pivot_table(index="step", columns="run", values=list(names), dropna=False)
     end = min(int(numbers(part, "step").max()) for _, part in metrics.groupby("run"))
+    return {name: _table(by_run[name], end, foreign=foreign) for name in names}
+
+
+def _table(table: pd.DataFrame, end: int, *, foreign: bool) -> _Table:
     mean = table.mean(axis=1).where(table.index <= end)
     if foreign:
         table = table.dropna(axis=1, how="all")

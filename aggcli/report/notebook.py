@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
-
-from aggcli.report.blocks import spaced
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _FRAME = '<pre style="line-height:1.25;overflow-x:auto">{code}</pre>'
 WIDTH = 100
@@ -17,6 +16,10 @@ WIDTH = 100
 
 def as_html(parts: Iterable[RenderableType]) -> str:
     """Rich tables and texts as one block of HTML, everything in them escaped."""
+    from rich.console import Console
+
+    from aggcli.report.blocks import spaced
+
     console = Console(
         file=io.StringIO(), record=True, width=WIDTH, markup=False, highlight=False, emoji=False, color_system=None
     )
