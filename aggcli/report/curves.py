@@ -142,7 +142,7 @@ def _tables(metrics: pd.DataFrame, names: Sequence[str], *, foreign: bool) -> di
     """
     by_run = metrics.pivot_table(index="step", columns="run", values=list(names), dropna=False)
     end = min(int(numbers(part, "step").max()) for _, part in metrics.groupby("run"))
-    return {name: _table(by_run[name], end, foreign=foreign) for name in names}
+    return {name: _table(pd.DataFrame(by_run[name]), end, foreign=foreign) for name in names}
 
 
 def _table(table: pd.DataFrame, end: int, *, foreign: bool) -> _Table:
