@@ -65,6 +65,25 @@ def test_what_is_done_meanwhile_is_done_once_while_shares_are_elsewhere(
     assert set(threading.enumerate()) == before, "nothing is left to run beside what comes next"
 
 
+def test_what_is_done_meanwhile_is_stopped_and_waited_for_by_a_job_that_is_interrupted_twice() -> None:
+    ended: list[bool] = []
+
+    def work(stop: threading.Event) -> None:
+        stop.wait(5)
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.05)
+        ended.append(stop.is_set())
+
+    def interrupted() -> None:
+        with training._beside(work) as beside:
+            beside.start()
+            raise KeyboardInterrupt("the first")
+
+    with pytest.raises(KeyboardInterrupt, match="the first"):
+        interrupted()
+    assert ended == [True]
+
+
 @pytest.mark.slow
 def test_a_comparison_that_is_called_from_python_leaves_the_drawing_of_its_caller_alone(tmp_path: Path) -> None:
     program = (

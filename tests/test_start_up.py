@@ -102,7 +102,7 @@ def test_a_single_run_imports_nothing_that_only_comparisons_and_figures_need(tmp
 def test_what_the_answer_and_the_curves_of_a_comparison_need_is_what_is_imported_while_it_trains(results: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from aggcli.jobs import training_words\n"
-        "training_words.import_what_follows(); before = set(sys.modules)\n"
+        "from threading import Event; training_words.import_what_follows(Event()); before = set(sys.modules)\n"
         "from aggcli.analysis.histories import read_histories; from aggcli.analysis.study import study\n"
         "from aggcli.report.training_tables import training_table\n"
         "directory = Path(sys.argv[1]); found = study(read_histories([directory])[0])\n"

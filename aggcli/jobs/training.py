@@ -223,10 +223,11 @@ class Trained:
 
 
 def train(
-    request: TrainingRequest, world: World | None = None, meanwhile: Callable[[], object] | None = None
+    request: TrainingRequest, world: World | None = None, meanwhile: Callable[[threading.Event], object] | None = None
 ) -> TrainingResult | None:
     """Train at a rank of a world (default: this process, and wherever its shares are launched). None where this is not the
-    root of the world. `meanwhile`: what this process does in a thread while shares are at work elsewhere. Raises
+    root of the world. `meanwhile`: what this process does in a thread while shares are at work elsewhere, until an
+    event that it is given is set. Raises
     `SettingError`, `RolloutError`, `RecordError`, `ShareFailed`, and `KeyboardInterrupt` once it was told to stop.
     """
     if world is None:
@@ -234,11 +235,26 @@ def train(
     refuse(request)
     from aggcli import world as worlds
 
-    return _train(request, worlds.ALONE if world is None else world, meanwhile)
+    with _beside(meanwhile) as beside:
+        return _train(request, worlds.ALONE if world is None else world, beside)
 
 
-def _train(request: TrainingRequest, world: World, meanwhile: Callable[[], object] | None) -> TrainingResult | None:
-    beside = threading.Thread(target=meanwhile)
+@contextmanager
+def _beside(work: Callable[[threading.Event], object] | None) -> Iterator[threading.Thread]:
+    """A thread for this work, not yet started. It has ended when this is left: the program would else wait for it at its very
+    end, where a second Ctrl-C shows a traceback."""
+    stop = threading.Event()
+    thread = threading.Thread(target=work, args=(stop,))
+    try:
+        yield thread
+    finally:
+        if thread.is_alive():
+            stop.set()
+            with _taking_signals(signal.SIG_IGN, [signal.SIGINT, signal.SIGTERM]):
+                thread.join()
+
+
+def _train(request: TrainingRequest, world: World, beside: threading.Thread) -> TrainingResult | None:
     if is_prepared_apart(request):
         beside.start()
     job = prepared(request, world)
@@ -486,14 +502,21 @@ def _stop_requested(launcher: Launcher, world: World) -> Iterator[list[int]]:
             say("interrupted: finishing the step in hand; press again to stop at once")
 
     numbers = [signal.SIGINT] if world.size > 1 else [signal.SIGINT, signal.SIGTERM]  # a launcher ends ranks by SIGTERM
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may take signals
-        numbers = []
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
+    with _taking_signals(note, numbers):
         yield asked
+
+
+@contextmanager
+def _taking_signals(handler: Any, numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """These signals go to this handler; only the main thread may have them do so."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, one in before.items():
+            signal.signal(number, one)
 
 
 def _diverged(ended: Sequence[BrokenRun], writers: dict[str, RunWriter]) -> list[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from aggcli.analysis.answer import Answer
@@ -253,28 +255,34 @@ def steps_json(request: TrainingRequest, directory: Path) -> dict[str, Any]:
     }
 
 
-def import_what_follows() -> None:
-    """Import what the answer and the curves of a comparison need, while its shares are at work elsewhere. For a command: it
-    settles how this process draws."""
+_FOLLOWING = (
+    "pydantic.type_adapter",
+    "scipy.optimize",
+    "aggcli.analysis.study",
+    "aggcli.report.training_tables",
+    "aggcli.report.curves",
+)
+
+
+def import_what_follows(stop: Event) -> None:
+    """Import what the answer and the curves of a comparison need, while its shares are at work elsewhere; no more of it once
+    `stop` is set. For a command: it settles how this process draws."""
+    _settle_drawing()
     with suppress(Exception):  # what cannot be imported is told of where it is needed
-        import pydantic.type_adapter  # noqa: F401
-        import scipy.optimize  # noqa: F401
-
-        import aggcli.analysis.study
-        import aggcli.report.training_tables  # noqa: F401
-
-        _import_drawing()
+        for name in _FOLLOWING:
+            if stop.is_set():
+                return
+            import_module(name)
 
 
-def _import_drawing() -> None:
+def _settle_drawing() -> None:
     os.environ["MPLBACKEND"] = "agg"  # a backend that matplotlib does not know stops its import
-    import aggcli.report.curves  # noqa: F401
 
 
 def draw_curves(directory: Path, study: Study | None) -> str:
     """Draw the learning curves of a comparison beside its records; what is to be said of it. `study`: that of these records,
     None where there is none."""
-    _import_drawing()
+    _settle_drawing()
     from aggcli.analysis.frames import read_frames
     from aggcli.records import refuse_links
     from aggcli.report.curves import learning_curves
