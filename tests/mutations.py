@@ -168,8 +168,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "every context-parallel rank counts the samples",
         "layout/views.py",
-        "torch.tensor(list(cp_ranks)).eq(0).double()",
-        "torch.ones(len(cp_ranks), dtype=torch.float64)",
+        "[float(cp_rank == 0) for cp_rank in cp_ranks]",
+        "[1.0 for _ in cp_ranks]",
         ("tests/test_layouts.py",),
     ),
     Mutation(
@@ -240,8 +240,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "each rank clips by the norm of its own part of the gradient",
         "policy/protocol.py",
-        "return torch.linalg.vector_norm(torch.stack(self.world.tensors(own_R)), dim=0)",
-        "return own_R",
+        "return torch.linalg.vector_norm(torch.stack(self.world.tensors(norm_R)), dim=0)",
+        "return norm_R",
         ("tests/test_sharded.py",),
     ),
     Mutation(

@@ -1,14 +1,15 @@
 """How fast is a stack of runs against TRL's GRPOTrainer on the same task, model size, batch, steps and response limit?
 
     pip install '.[trl]'
-    python experiments/benchmarks/trl_side_by_side.py [--steps 100] [--threads 2] [--json]
+    python experiments/benchmarks/trl_side_by_side.py [--steps 100] [--threads 2] [--rounds 3] [--json]
 
 Both train on `running-sum` (six digits, 16 prompts x 8 rollouts, at most 32 tokens) from a policy taught by
 demonstrations (TRL's own model, a two-layer Llama of width 64, is taught here the same way), on the CPU:
 
 1. TRL 1.16, one process of `--steps` steps: median seconds a step, and the seconds of the whole process.
 2. aggcli, R = 1 (`run`), 4 (four modes) and 20 (4 modes x 5 seeds, `compare`): the whole command, and one run's step in it.
-3. The ratios: a step of one run, a run's step in the stack of 20, and the whole of 20 runs against 20 TRL processes.
+3. The ratios: a step of one run, a run's step in the stack of 20, and the whole of 20 runs against 20 TRL processes. All this
+   `--rounds` times, every side in turn; ratios are taken within a round, and their median is told.
 4. Where the time goes; the floating-point operations that a run's step does, counted by torch, beside those of
    the linear layers if every row were read as it stands; and the share of the machine's measured float32 matmul rate that the
    stack of 20 reaches.
@@ -20,9 +21,11 @@ The response lengths of both sides are printed, since the time depends on them.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
+import operator
 import os
 import statistics
 import subprocess
@@ -267,68 +270,90 @@ def matmul_rate(threads: int) -> float:
     return 2 * 1024**3 / statistics.median(times[2:])
 
 
-def measure(steps: int, threads: int) -> dict[str, Any]:
+def one_round(model: Path, steps: int, threads: int) -> dict[str, Any]:
+    """Every side once, one after the other: seconds of whole processes, and of a run's step (medians over steps)."""
+    here = str(Path(__file__).resolve())
+    whole, told = timed([sys.executable, here, "--trl", str(model), "--steps", str(steps)], threads)
+    trl = json.loads(told.split("RESULT ", 1)[1].splitlines()[0])
+    trl_step = statistics.median(trl.pop("steps")[2:])
+    common = ["--steps", str(steps), "--max-response-length", str(LIMIT), "--json"]
+    ours, told_us = {}, ""
+    with tempfile.TemporaryDirectory() as folder:
+        for runs, command in STACKS.items():
+            output = Path(folder) / str(runs)
+            seconds, told_us = timed([sys.executable, "-m", "aggcli", *command, *common, "--output", str(output)], threads)
+            cut_into = json.loads((output / "manifest.json").read_text())["shares"]
+            ours[runs] = {"process_s": seconds, "step_s": step_seconds(output) / runs, "cut_into": cut_into}
+    return {
+        "trl": {"process_s": whole, "step_s": trl_step, **trl},
+        "aggcli": ours,
+        "final": json.loads(told_us)["modes"],
+        "matmul": matmul_rate(threads),
+        "ratios": {
+            "trl_step_over_single_run_step": trl_step / ours[1]["step_s"],
+            "trl_step_over_stacked_run_step": trl_step / ours[20]["step_s"],
+            "20_trl_processes_over_the_stack": 20 * whole / ours[20]["process_s"],
+        },
+    }
+
+
+def measure(steps: int, threads: int, rounds: int) -> dict[str, Any]:
     from aggcli.tasks import make_task
 
-    here = str(Path(__file__).resolve())
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         trl_model(make_task("running-sum")).save_pretrained(model)
-        whole, told = timed([sys.executable, here, "--trl", str(model), "--steps", str(steps)], threads)
-        trl = json.loads(told.split("RESULT ", 1)[1].splitlines()[0])
-        ours = [sys.executable, "-m", "aggcli"]
-        common = ["--steps", str(steps), "--max-response-length", str(LIMIT), "--json"]
-        seconds, told_us, costs = {}, "", {}
-        for runs, command in STACKS.items():
-            output = Path(folder) / str(runs)
-            seconds[runs], told_us = timed([*ours, *command, *common, "--output", str(output)], threads)
-            manifest = json.loads((output / "manifest.json").read_text())
-            costs[runs] = {
-                "cut_into": manifest["shares"],
-                "ms_per_run_and_step": 1e3 * step_seconds(output) / runs,
-                "shares": shares(runs // manifest["shares"], min(steps, 30)),
-            }
-    final = json.loads(told_us)["modes"]
-    trl_step = statistics.median(trl["steps"][2:])
-    operations = step_operations(20 // costs[20]["cut_into"], steps)
-    rate = matmul_rate(threads)
-    single, stacked = (costs[runs]["ms_per_run_and_step"] / 1e3 for runs in (1, 20))
+        done = [one_round(model, steps, threads) for _ in range(rounds)]
+
+    def median(*place: Any) -> float:
+        return statistics.median(functools.reduce(operator.getitem, place, one) for one in done)
+
+    last = done[-1]
+    operations = step_operations(20 // last["aggcli"][20]["cut_into"], steps)
     return {
         "threads": threads,
         "steps": steps,
-        "trl": {"process_s": whole, "step_s": trl_step, "length": [trl["length_first"], trl["length_last"]]},
-        "aggcli": {"process_s": seconds, "final": final},
-        "stack": costs,
-        "ratios": {
-            "trl_step_over_single_run_step": trl_step / single,
-            "trl_step_over_stacked_run_step": trl_step / stacked,
-            "20_trl_processes_over_the_stack": 20 * whole / seconds[20],
+        "rounds": rounds,
+        "trl": {**last["trl"], **{name: median("trl", name) for name in ("process_s", "step_s")}},
+        "aggcli": {
+            runs: {
+                **cost,
+                **{name: median("aggcli", runs, name) for name in ("process_s", "step_s")},
+                "shares": shares(runs // cost["cut_into"], min(steps, 30)),
+            }
+            for runs, cost in last["aggcli"].items()
         },
-        "matmul_gflops": rate / 1e9,
+        "final": last["final"],
+        "ratios": {name: [one["ratios"][name] for one in done] for name in last["ratios"]},
+        "matmul_gflops": median("matmul") / 1e9,
         "operations": operations,
-        "share_of_matmul_rate": operations["done"] / stacked / rate,
+        "share_of_matmul_rate": statistics.median(
+            operations["done"] / one["aggcli"][20]["step_s"] / one["matmul"] for one in done
+        ),
     }
 
 
 def show(found: dict[str, Any]) -> None:
     from aggcli.measurement.words import plural
 
-    trl, ours, ratios = found["trl"], found["aggcli"], found["ratios"]
-    accuracy = ", ".join(f"{mode} {figures['accuracy']['mean']:.3f}" for mode, figures in ours["final"].items())
+    trl, ours = found["trl"], found["aggcli"]
+    accuracy = ", ".join(f"{mode} {figures['accuracy']['mean']:.3f}" for mode, figures in found["final"].items())
     print(f"{found['steps']} steps of {PROMPTS} x {GROUP} rollouts, at most {LIMIT} tokens, {found['threads']} threads")
+    print(f"every side in turn, medians over {plural(found['rounds'], 'round')}:")
     print(f"TRL, one process:        {trl['process_s']:8.1f} s, {1e3 * trl['step_s']:7.1f} ms a step (median)")
-    for runs, cost in found["stack"].items():
-        whole, step = ours["process_s"][runs], cost["ms_per_run_and_step"]
-        told = f"{whole:8.1f} s, {step:7.1f} ms a run's step (median), in {plural(cost['cut_into'], 'share')}"
-        print(f"aggcli, {plural(runs, 'run', 'runs'):16} {told}")
-    print(f"response length: TRL {trl['length'][0]:.1f} to {trl['length'][1]:.1f}; final accuracy, aggcli: {accuracy}")
-    for name, ratio in ratios.items():
-        print(f"{name.replace('_', ' ')}: {ratio:.1f}")
+    for runs, cost in ours.items():
+        step, cut = f"{1e3 * cost['step_s']:7.1f} ms a run's step (median)", plural(cost["cut_into"], "share")
+        print(f"aggcli, {plural(runs, 'run', 'runs'):16} {cost['process_s']:8.1f} s, {step}, in {cut}")
+    lengths = f"TRL {trl['length_first']:.1f} to {trl['length_last']:.1f}"
+    print(f"response length: {lengths}; final accuracy, aggcli: {accuracy}")
+    for name, ratios in found["ratios"].items():
+        each = ", ".join(f"{ratio:.1f}" for ratio in ratios)
+        print(f"{name.replace('_', ' ')}: {statistics.median(ratios):.1f} (by round: {each})")
     done, needed = (found["operations"][name] / 1e9 for name in ("done", "needed"))
     print(f"a run's step: {done:.2f} GFLOP of matrix products; the linear layers alone, every row as it stands: {needed:.2f}")
     share = found["share_of_matmul_rate"]
     print(f"float32 matmul of the machine: {found['matmul_gflops']:.0f} GFLOP/s; the stack's share of it: {share:.2f}")
-    for runs, cost in found["stack"].items():
+    for runs, cost in ours.items():
         told = ", ".join(f"{name} {share:.0%}" for name, share in cost["shares"].items())
         print(f"where the time goes, {plural(runs, 'run', 'runs')} in {plural(cost['cut_into'], 'share')}: {told}")
 
@@ -337,13 +362,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.trl is not None:
         trl_process(given.trl, given.steps, int(os.environ["OMP_NUM_THREADS"]))
         return
-    found = measure(given.steps, given.threads)
+    found = measure(given.steps, given.threads, given.rounds)
     if given.json:
         print(json.dumps(found, indent=2))
     else:
