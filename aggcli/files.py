@@ -29,12 +29,14 @@ def whole_file(path: Path) -> Iterator[Path]:
     """
     draft = path.with_name(path.name + DRAFT)
     try:
-        with _ended_afterwards(), _locked(draft):
+        ending = [signal.SIGTERM] if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else []  # nobody handles it
+        with _held_back(*ending), _locked(draft):
             try:
                 yield draft
                 draft.replace(path)
             except BaseException:
-                draft.unlink(missing_ok=True)
+                with _held_back(signal.SIGINT, signal.SIGTERM):  # a second Ctrl-C, while the first is seen to
+                    draft.unlink(missing_ok=True)
                 raise
     except OSError as error:
         if error.errno is None or error.filename not in (None, str(draft), draft):  # somebody else's trouble
@@ -43,17 +45,18 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _ended_afterwards() -> Iterator[None]:
-    """Hold back a SIGTERM that nobody handles until the block is left."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
+def _held_back(*numbers: int) -> Iterator[None]:
+    """Hold back these signals until the block is left, where this thread is the one that handles them."""
     came: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    handled = [number for number in numbers if signal.getsignal(number) is not None]
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in handled}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         for number in came[:1]:
             signal.raise_signal(number)
 
@@ -100,7 +103,8 @@ def scratch_folder(path: Path) -> Iterator[Path]:
                 shutil.rmtree(left)
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            with _held_back(signal.SIGINT, signal.SIGTERM):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

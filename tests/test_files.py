@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from aggcli.files import whole_file
+from aggcli.files import scratch_folder, whole_file
 from tests.cli import ROOT, aggcli, completed, refused
 
 
@@ -69,6 +71,27 @@ def test_a_sigterm_that_would_end_the_writer_at_once_waits_until_the_file_is_in_
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     assert path.read_text() == "whole"
     assert os.listdir(tmp_path) == ["x.txt"]
+
+
+def _pressed_again(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Ctrl-C in the middle of what this function does."""
+    does = getattr(owner, name)
+
+    def pressed(*given: Any, **named: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return does(*given, **named)
+
+    monkeypatch.setattr(owner, name, pressed)
+
+
+def test_a_second_ctrl_c_while_the_first_is_seen_to_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pressed_again(monkeypatch, Path, "unlink")
+    _pressed_again(monkeypatch, shutil, "rmtree")
+    for whole in (whole_file, scratch_folder):
+        with pytest.raises(KeyboardInterrupt), whole(tmp_path / "data"):
+            raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_two_writers_of_a_file_take_turns(tmp_path: Path) -> None:
