@@ -306,7 +306,8 @@ def measure(steps: int, threads: int, rounds: int) -> dict[str, Any]:
         done = [one_round(model, steps, threads) for _ in range(rounds)]
 
     def median(*place: Any) -> float:
-        return statistics.median(functools.reduce(operator.getitem, place, one) for one in done)
+        values: list[Any] = [functools.reduce(operator.getitem, place, one) for one in done]
+        return statistics.median(values)
 
     last = done[-1]
     operations = step_operations(20 // last["aggcli"][20]["cut_into"], steps)
