@@ -122,7 +122,7 @@ def interval(values: Sequence[float], bounds: Bounds | None = None, *, up_to: fl
     mean = math.fsum(values) / n
     if n == 1 or max(values) - min(values) <= _ROUNDING * max(map(abs, values)):
         return Interval(mean, None, None, n)
-    spread = math.hypot(*(value - mean for value in values)) / math.sqrt((n - 1) * n)  # squares of tiny numbers are 0
+    spread = _distance(values, mean) / math.sqrt((n - 1) * n)
     reach = student_t(n - 1) * spread
     if bounds is None or not (bounds[0] <= min(values) and max(values) <= bounds[1]):
         return Interval(mean, mean - reach, mean + reach, n)
@@ -162,8 +162,12 @@ def standard_deviation(values: Sequence[float]) -> float | None:
     n = len(values)
     if n < 2:
         return None
-    mean = math.fsum(values) / n
-    return math.hypot(*(value - mean for value in values)) / math.sqrt(n - 1)  # squares of tiny numbers are 0
+    return _distance(values, math.fsum(values) / n) / math.sqrt(n - 1)
+
+
+def _distance(values: Sequence[float], mean: float) -> float:
+    """The root of the sum of squares of `value - mean`, also where float64 has 0 for those squares."""
+    return math.hypot(*(value - mean for value in values))
 
 
 def interquartile_mean(values: Sequence[float]) -> float | None:

@@ -95,12 +95,18 @@ def prepared(request: TrainingRequest, world: World) -> Prepared:
 def begun(job: Prepared, directory: Path, shares: int, world: World) -> Begun:
     """What is known of a job once its results directory is there, and said before its first step; every rank must call it.
     Raises `RecordError` for checkpoints that cannot be gone on from, and `ShareFailed`."""
-    do = _apart if isinstance(job.setup, bytes) else _here
-    return do(_begin, job, directory, shares, world)
+    if isinstance(job.setup, bytes):
+        return _apart(_begin, job, directory, shares, world)
+    return _begin(job, directory, shares, world)
 
 
-def _here(work: Callable[..., Any], *given: Any) -> Any:
-    return work(*given)
+def packed(setup: Setup | bytes) -> bytes | None:
+    """A setup for another process, as `grid.movable` packs it; what is packed already stays so, and is not opened."""
+    if isinstance(setup, bytes):
+        return setup
+    from aggcli import grid
+
+    return grid.movable(setup)
 
 
 def _apart(work: Callable[..., Any], *given: Any) -> Any:
@@ -156,12 +162,10 @@ def _prepare(request: TrainingRequest, world: World) -> Prepared:
 
 
 def _prepare_and_pack(request: TrainingRequest, world: World) -> Prepared:
-    from aggcli import grid
-
     job = _prepare(request, world)
-    packed = None if isinstance(job.setup, bytes) else grid.movable(job.setup)
-    assert packed is not None, "a language model is never prepared apart"
-    return dataclasses.replace(job, setup=packed)
+    setup = packed(job.setup)
+    assert setup is not None, "a language model is never prepared apart"
+    return dataclasses.replace(job, setup=setup)
 
 
 def _with_groups(request: TrainingRequest, setup: Setup, world: World) -> tuple[Rule, ...]:

@@ -19,7 +19,7 @@ from aggcli.config import RunConfig
 from aggcli.errors import RecordError, SettingError, some, told
 from aggcli.jobs import recording
 from aggcli.jobs.listening import Listener, Progress, listener, say
-from aggcli.jobs.preparation import IMPORTED, begun, is_prepared_apart, prepared, warm_up
+from aggcli.jobs.preparation import IMPORTED, begun, is_prepared_apart, packed, prepared, warm_up
 from aggcli.jobs.recording import Files, Sent
 from aggcli.jobs.training_words import summary_of
 from aggcli.launch.here import Here
@@ -226,9 +226,9 @@ def train(
     request: TrainingRequest, world: World | None = None, meanwhile: Callable[[threading.Event], object] | None = None
 ) -> TrainingResult | None:
     """Train at a rank of a world (default: this process, and wherever its shares are launched). None where this is not the
-    root of the world. `meanwhile`: what this process does in a thread while shares are at work elsewhere, until an
-    event that it is given is set. Raises
-    `SettingError`, `RolloutError`, `RecordError`, `ShareFailed`, and `KeyboardInterrupt` once it was told to stop.
+    root of the world. `meanwhile`: what this process does in a thread while shares are at work elsewhere, until an event that
+    it is given is set. Raises `SettingError`, `RolloutError`, `RecordError`, `ShareFailed`, and `KeyboardInterrupt` once it
+    was told to stop.
     """
     if world is None:
         warm_up(request)
@@ -266,7 +266,7 @@ def _train(request: TrainingRequest, world: World, beside: threading.Thread) -> 
         begin = begun(job, directory, count, world)
         stack = recording.Stack(request, limit, job.device, job.threads, begin.runs, directory, count)
         with stack.recorded(world) as manifest:
-            given = job.setup if isinstance(launcher, Here) else _packed(job.setup)
+            given = job.setup if isinstance(launcher, Here) else packed(job.setup)
             share = TrainingShare(request, given, begin.runs, directory, 0, count, listener().wants_numbers, world)
             shares = [dataclasses.replace(share, number=number) for number in range(count)]
             if launcher.is_elsewhere:
@@ -275,14 +275,6 @@ def _train(request: TrainingRequest, world: World, beside: threading.Thread) -> 
             summary = summary_of(request, limit, begin.runs, done, directory) if world.is_root else {}
             manifest["final"] = summary
     return TrainingResult(request, limit, begin.runs, summary, done, directory, begin.accuracy) if world.is_root else None
-
-
-def _packed(setup: Setup | bytes) -> bytes | None:
-    if isinstance(setup, bytes):
-        return setup
-    from aggcli import grid
-
-    return grid.movable(setup)
 
 
 def _place(job: Prepared, world: World, before: int | None) -> tuple[Launcher, int]:
@@ -299,9 +291,8 @@ def _place(job: Prepared, world: World, before: int | None) -> tuple[Launcher, i
         return launcher, min(launch.shares or before or launcher.slots, runs)
     workers = launch.workers or job.cores
     spreads = job.is_small and launch.launcher != "here"
-    alone = (
-        runs if job.request.config.training.model is not None else 1
-    )  # a language model's runs only cost memory side by side
+    is_model = job.request.config.training.model is not None
+    alone = runs if is_model else 1  # a language model's runs only cost memory side by side
     shares = min(launch.shares or before or (workers if spreads else alone), runs)
     spreads = spreads and can_fork_from_server() and min(workers, shares) > 1
     if launch.workers is not None and shares < min(workers, runs):

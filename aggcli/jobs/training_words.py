@@ -262,11 +262,12 @@ _FOLLOWING = (
     "aggcli.report.training_tables",
     "aggcli.report.curves",
 )
+"""Modules that the answer and the curves of a comparison need."""
 
 
 def import_what_follows(stop: Event) -> None:
-    """Import what the answer and the curves of a comparison need, while its shares are at work elsewhere; no more of it once
-    `stop` is set. For a command: it settles how this process draws."""
+    """Import `_FOLLOWING` while the shares of a comparison are at work elsewhere; no more of it once `stop` is set. For a
+    command: it settles how this process draws."""
     _settle_drawing()
     with suppress(Exception):  # what cannot be imported is told of where it is needed
         for name in _FOLLOWING:

@@ -81,6 +81,7 @@ class Shards:
         return self._joined(torch.linalg.vector_norm(value_RQ, dim=1, dtype=torch.float64))
 
     def _joined(self, norm_R: Tensor) -> Tensor:
+        """The norm of all numbers, from that of each rank's part."""
         return torch.linalg.vector_norm(torch.stack(self.world.tensors(norm_R)), dim=0)
 
     def finite(self, value_RQ: Tensor) -> Tensor:

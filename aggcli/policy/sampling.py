@@ -175,8 +175,8 @@ class _Decoder:
             return False
         self.can_part = bool(((key_RB < none).sum(-1) > wanted_R).any())
         has_parted = is_wanted_RK[:, :none].reshape(-1, V).sum(-1).max() > 1
-        saved = self.prefixes - wanted
-        if not has_parted and (saved < (1 - COMPACT_AT) * self.prefixes or saved * self.runs < FEWEST_SAVED):
+        saved = (self.prefixes - wanted) * self.runs
+        if not has_parted and (wanted > COMPACT_AT * self.prefixes or saved < FEWEST_SAVED):
             self.stay(token_RB)
             return True
         new_RK = is_wanted_RK.cumsum(-1) - 1
