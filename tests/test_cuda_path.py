@@ -41,7 +41,7 @@ def test_an_update_stays_on_the_device_of_the_policy(optimizer: str) -> None:
         norm_R = taught.step(flat_RQ, torch.empty(2, 10, device="cuda"), [True, True])
         assert norm_R.device.type == flat_RQ.device.type == "cuda"
         assert all(value.device.type == "cuda" for value in taught.state().values() if value.dim() == 2)
-        weights_of({"a": torch.empty(2, 3, 4, device="cuda"), "b": torch.empty(2, 5, device="cuda")}).refresh()
+        weights_of({"a": torch.empty(2, 3, 4, device="cuda"), "b": torch.empty(2, 5, device="cuda")})
 
 
 @pytest.mark.cuda

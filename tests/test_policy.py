@@ -11,7 +11,7 @@ from aggcli.policy import log_probs
 from aggcli.policy import warm_start as warm
 from aggcli.policy.groups import groups_of, threads_for
 from aggcli.policy.log_probs import response_log_probs
-from aggcli.policy.packing import pack
+from aggcli.policy.packing import Packing, pack
 from aggcli.policy.protocol import Shards
 from aggcli.policy.transformer import (
     Parameters,
@@ -211,7 +211,7 @@ def test_padding_never_reaches_a_real_token(packed: bool):
         torch.testing.assert_close(slope, changed, rtol=0, atol=1e-13)
 
 
-def test_every_token_is_taken_from_a_row_that_holds_it_and_padding_is_small():
+def test_every_token_is_taken_from_a_piece_that_holds_it_and_padding_is_small():
     tokens_RBL, length_RB = rows_of(3, groups=16, repeats=8)
     tokens_RBL[:, :, PROMPT] = torch.arange(128) + 7  # no row begins as another does
     packing = pack(tokens_RBL, PROMPT, length_RB)
@@ -222,17 +222,63 @@ def test_every_token_is_taken_from_a_row_that_holds_it_and_padding_is_small():
     for run, taken_T in enumerate(packing.taken_RT):
         real = 16 * PROMPT + int(read_R[run])
         assert held_M[taken_T[:real]].tolist() == list(range(run * T, run * T + real))
-        assert set(taken_T[real:].tolist()) <= {len(held_M)}
-    for rows in packing.bins[1:]:  # what a row is padded with is its own first token
-        assert rows.prompt_N is not None
-        assert (rows.token_NL // T == rows.prompt_N[:, None] // 16).all()
-        place_NL = packing.positions_RT.flatten()[rows.token_NL] - PROMPT
-        assert ((place_NL == torch.arange(place_NL.shape[1])) | (rows.token_NL == rows.token_NL[:, :1])).all()
-    assert len(held_M) < 1.3 * (3 * 16 * PROMPT + int(read_R.sum()))
+        assert (held_M[taken_T[real:]] // T == run).all(), "what pads a run is taken from that run"
+    for pieces in packing.bins:
+        assert (pieces.token_NL // T == pieces.token_NL[:, :1] // T).all(), "a piece is of one run"
+        assert (packing.positions_RT.flatten()[pieces.token_NL[:, :PROMPT]] == torch.arange(PROMPT)).all()
+    pieces = sum(len(piece.token_NL) for piece in packing.bins)
+    assert len(held_M) < 1.3 * (pieces * PROMPT + int(read_R.sum()))
     places = packing.predicted_at_RBC[packing.valid_RBC & (torch.arange(11) > 0)]
     per_run = (length_RB - 1).clamp(min=0).sum(-1).tolist()
     for run, own in enumerate(places.split(per_run)):
         assert own.unique().numel() == per_run[run]
+
+
+def texts_of(packing: Packing, tokens_RBL: Tensor) -> dict[int, list[int]]:
+    """What each token of the flat lists goes on from, itself included, from the rows that are predicted there."""
+    T, prompts = packing.tokens_RT.shape[1], packing.prompts * PROMPT
+    found: dict[int, list[int]] = {}
+    for run, row, column in packing.valid_RBC.nonzero().tolist():
+        at = int(packing.predicted_at_RBC[run, row, column])
+        last = (at + 1) * PROMPT - 1 if at < packing.prompts else prompts + at - packing.prompts
+        text = tokens_RBL[run, row, : PROMPT + column].tolist()
+        assert found.setdefault(run * T + last, text) == text
+        if at < packing.prompts:
+            found |= {run * T + at * PROMPT + place: text[: place + 1] for place in range(PROMPT)}
+    return found
+
+
+@pytest.mark.parametrize("made", ["alike", "random", "long"])
+def test_a_token_sees_what_it_goes_on_from_and_nothing_else(made: str):
+    rows = {"alike": lambda: alike(2), "random": lambda: rows_of(2, repeats=12), "long": lambda: rows_of(2, 1, 40, longest=16)}
+    tokens_RBL, length_RB = rows[made]()
+    packing = pack(tokens_RBL, PROMPT, length_RB)
+    texts = texts_of(packing, tokens_RBL)
+    several = 0
+    for pieces in packing.bins:
+        seen_NLL = pieces.mask_N1LL[:, 0] == 0
+        assert seen_NLL.any(-1).all(), "what pads sees something, or it were not a number"
+        for token_L, number_L, seen_LL in zip(pieces.token_NL.tolist(), pieces.number_NL.tolist(), seen_NLL, strict=True):
+            real = [place for place, number in enumerate(number_L) if number < pieces.end_NL.max() - 1]
+            for place in real:
+                keys = seen_LL[place].nonzero().flatten().tolist()
+                positions = [int(packing.positions_RT.flatten()[token_L[key]]) for key in keys]
+                assert positions == list(range(len(positions)))
+                assert [int(packing.tokens_RT.flatten()[token_L[key]]) for key in keys] == texts[token_L[place]]
+            several += len(real) > PROMPT + int(length_RB.max())
+    assert several, "some piece holds more than one row"
+
+
+def test_responses_share_a_piece_where_that_costs_less():
+    tokens_RBL = torch.zeros(1, 24, PROMPT + 101, dtype=torch.int64)
+    tokens_RBL[0, :, PROMPT] = torch.arange(24)
+    # Of 104 tokens: 2 * 104 * 168 = 34,944 < 204 * 268 = 54,672, so each alone. Of 14: 2 * 14 * 78 = 2,184 > 24 * 88 = 2,112,
+    # but 2,112 + 14 * 78 = 3,204 < 34 * 98 = 3,332, so two. Of 6: 50 * 114 + 6 * 70 = 6,120 > 52 * 116 = 6,032, so all.
+    for longest, shared in ((101, 1), (11, 2), (3, 24)):
+        packing = pack(tokens_RBL, PROMPT, torch.full((1, 24), longest))
+        (pieces,) = packing.bins
+        assert len(pieces.token_NL) * shared == 24, longest
+        assert pieces.token_NL.shape[1] == PROMPT + (longest - 1) * shared
 
 
 def alike(runs: int) -> tuple[Tensor, Tensor]:
@@ -251,16 +297,13 @@ def test_beginnings_that_rows_share_are_read_once_and_never_across_prompts():
     packing = pack(tokens_RBL, PROMPT, length_RB)
     # prompt 0: 2222, 3141 and of 3140 the last; prompt 6: 3141
     assert packing.tokens_RT.shape[1] == 2 * PROMPT + 4 + 4 + 1 + 4
-    assert [tuple(piece.token_NL.shape) for piece in packing.bins] == [(4, PROMPT), (8, 4)]
-    rows = packing.bins[1]
     for run in range(2):
         assert packing.tokens_RT[run, 2 * PROMPT :].tolist() == [2, 2, 2, 2, 3, 1, 4, 0, 1, 3, 1, 4, 1]
         assert packing.positions_RT[run, 2 * PROMPT :].tolist() == [4, 5, 6, 7, 4, 5, 6, 7, 7, 4, 5, 6, 7]
-    read_NL = packing.tokens_RT.flatten()[rows.token_NL]
-    prompts_N = packing.tokens_RT[:, : 2 * PROMPT].reshape(4, PROMPT)[rows.prompt_N, 0]
-    assert list(zip(prompts_N.tolist(), map(tuple, read_NL.tolist()), strict=True)) == 2 * [
-        (0, (2, 2, 2, 2)), (0, (3, 1, 4, 0)), (0, (3, 1, 4, 1)), (6, (3, 1, 4, 1)),
-    ]  # fmt: skip
+    (pieces,) = packing.bins
+    prompts = ([6] * PROMPT, [0] * PROMPT)
+    read = ([*prompts[0], 3, 1, 4, 1, *[6] * 8], [*prompts[1], 2, 2, 2, 2, 3, 1, 4, 0, 1, *[0] * 3])  # padded to 16
+    assert packing.tokens_RT.flatten()[pieces.token_NL].tolist() == [read[0], read[0], read[1], read[1]]
 
 
 def test_prompts_are_told_apart_whatever_the_bytes_of_their_ids():

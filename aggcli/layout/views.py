@@ -8,11 +8,11 @@ evaluated in one process may share a view, for speed: nothing in it is added up 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from aggcli.rollouts.batch import RolloutBatch, Spread, ragged_positions
 
 TOKENS_OF_PIECE = 2**16
 """Response tokens measured at a time: some hundred bytes each are in memory for as long."""
+
+Array = TypeVar("Array", Tensor, Tensor | Spread)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +144,8 @@ class WholeStep:
             rollout_share_S=self.share_S[held_S],
             counted_S=torch.from_numpy(np.repeat([float(cp_rank == 0) for cp_rank in cp_ranks], held_S.numel() // split)),
             token_count_S=count_S,
-            tokens={name: value_T[at_T] for name, value_T in self.tokens.items()},
-            weights={name: _taken(weight, at_T, held_S, count_S) for name, weight in self.weights.items()},
+            tokens=_each_once(self.tokens, lambda value_T: value_T[at_T]),
+            weights=_each_once(self.weights, lambda weight: _taken(weight, at_T, held_S, count_S)),
             sequences={name: value_S[held_S] for name, value_S in self.sequences.items()},
             step_position_T=at_T,
         )
@@ -217,6 +219,13 @@ def _shares(step: RolloutBatch, schedules: Sequence[Schedule]) -> Iterator[_Shar
                 micro_batch_S[list(micro_batch)] = at
             sample_S = np.array(partition, dtype=np.int64)
             yield _Share(run, start, dp_rank, sample_S, micro_batch_S, len(micro_batches))
+
+
+def _each_once(arrays: Mapping[str, Array], taken: Callable[[Array], Tensor]) -> dict[str, Tensor]:
+    """What is taken of each array; once of one that has several names."""
+    found = {id(array): array for array in arrays.values()}
+    made = {at: taken(array) for at, array in found.items()}
+    return {name: made[id(array)] for name, array in arrays.items()}
 
 
 def _taken(weight: Tensor | Spread, at_T: Tensor, sample_S: Tensor, count_S: Tensor) -> Tensor:

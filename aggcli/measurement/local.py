@@ -309,12 +309,13 @@ def _sample_columns(view: LocalView, config: MeasureConfig) -> tuple[dict[Key, T
     found[("raw_reward", "count")] = share_S
     correct_S = is_correct(view.local_raw_reward_S, config.correct_threshold)
     for name, chosen_S in (("correct", correct_S), ("incorrect", scored_S & ~correct_S)):
-        found[(f"{name}/count",)] = found[(f"{name}/response_length", "count")] = counted_S * chosen_S
-        found[(f"{name}/response_length", "sum")] = counted_S * chosen_S * length_S
+        found[(f"{name}/count",)] = found[(f"{name}/response_length", "count")] = chosen_S = counted_S * chosen_S
+        found[(f"{name}/response_length", "sum")] = chosen_S * length_S
     bins_S = length_bins(view.response_length_S, config.max_response_length)
-    for at, label in enumerate(LENGTH_BINS):
-        found[(f"correct_length/{label}", "sum")] = counted_S * (correct_S & (bins_S == at))
-        found[(f"correct_length/{label}", "count")] = counted_S * correct_S
+    in_bin_BS = found[("correct/count",)] * (bins_S == torch.arange(len(LENGTH_BINS))[:, None])
+    for label, in_bin_S in zip(LENGTH_BINS, in_bin_BS, strict=True):
+        found[(f"correct_length/{label}", "sum")] = in_bin_S
+        found[(f"correct_length/{label}", "count")] = found[("correct/count",)]
     if "entropy" in view.tokens:
         chosen_S = correct_S & (view.mask_sum_S > 0)
         entropy_S, size_S = _with_size(view, torch.where(mask_T, view.tokens["entropy"].double(), 0.0))

@@ -25,11 +25,16 @@ def sequence_numbers(
     if has_ratio:
         found["log_ratio"] = _summed(step, tokens, "log_probs", "old_log_probs")
         log_ratio_S, trained_S = found["log_ratio"], step.mask_sum_S
-        largest_S = _largest(torch.where(trained_S > 0, log_ratio_S, -torch.inf), step.run_S)
-        found["weight"] = torch.where(trained_S > 0, torch.exp(log_ratio_S - largest_S), 0.0)
+        is_old = tokens["log_probs"] is tokens["old_log_probs"]  # every ratio is 1, and no clip binds there
+        if is_old:
+            found["weight"] = (trained_S > 0).double()
+        else:
+            largest_S = _largest(torch.where(trained_S > 0, log_ratio_S, -torch.inf), step.run_S)
+            found["weight"] = torch.where(trained_S > 0, torch.exp(log_ratio_S - largest_S), 0.0)
         if "advantages" in tokens:
             tokens_S = trained_S.clamp(min=1)
-            found["clipped"] = _clipped(step, tokens["advantages"], log_ratio_S / tokens_S, objective) / tokens_S
+            clipped_S = log_ratio_S if is_old else _clipped(step, tokens["advantages"], log_ratio_S / tokens_S, objective)
+            found["clipped"] = clipped_S / tokens_S
     if "trainer_log_probs" in tokens:
         found["mismatch"] = _summed(step, tokens, "trainer_log_probs", "rollout_log_probs")
     return found

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from aggcli.policy.groups import groups_of, threads_for
-from aggcli.policy.kernels import SMALLEST_NORM, attended
+from aggcli.policy.kernels import FEWEST_PLACES, SMALLEST_NORM, attended
 from aggcli.policy.protocol import Sampled, joined_runs
 from aggcli.policy.transformer import (
     BLOCK_WEIGHTS,
@@ -64,27 +65,28 @@ def sample(
 
 
 def _decoded(decoder: _Decoder, end_id: int, pad_id: int) -> Sampled:
-    check_every = CHECK_EVERY.get(decoder.ended_RB.device.type, OTHER_DEVICES)
+    check_every = CHECK_EVERY.get(decoder.ended_M.device.type, OTHER_DEVICES)
     for t in range(decoder.length):
-        token_RB = decoder.draw(t)
+        token_M = decoder.draw(t)
         if t + 1 == decoder.length:
             break
-        decoder.note_ended(token_RB == end_id)
+        decoder.note_ended(token_M == end_id)
         if (t + 1) % check_every == 0:
-            if not decoder.look(token_RB, t):
+            if not decoder.look(token_M, t):
                 break
         elif t == 0:
-            decoder.part(token_RB)
+            decoder.part(token_M)
         else:
-            decoder.stay(token_RB)
+            decoder.stay(token_M)
         decoder.read(t)
     return decoder.finished(end_id, pad_id)
 
 
 class _Decoder:
-    """`rows` rows of each run, and the prefixes that they stand at: `prefixes` of each run, the same number in every run, flat
-    as N = R * prefixes. `prefix_RB`: the prefix of each row, and `prefixes` itself, which is none, once the row has ended;
-    `can_part`: whether two rows may stand at one prefix.
+    """`rows` rows of each run, flat as M = R * rows, and the prefixes that they stand at: `prefixes` of each run, the same
+    number in every run, flat as N. `prefix_M`: the prefix of each row, and N, which is none, once the row has ended;
+    `can_part`: whether two rows may stand at one prefix; `token_N`: what each prefix reads next, as a row of the embeddings of
+    one place; `drawn_from`: which row of its `logits` each row of `drawn` came from, position by position.
 
     Caches are place-first, [2, P + L, N, H, d], so that a new token is one write and attention reads one block.
     """
@@ -97,15 +99,19 @@ class _Decoder:
         check_length(config, self.prompt_length + self.length)
         device, dtype = parameters["head"].device, parameters["head"].dtype
         self.config, self.weights = config, _Weights.of(parameters, config, temperature)
-        self.run_offset_R1 = torch.arange(self.runs, device=device)[:, None]
+        self.embedded_R1 = torch.arange(self.runs, device=device)[:, None] * config.vocabulary_size  # a run's token 0
+        self.embedded_M = self.embedded_R1.expand(-1, self.rows).flatten()
         below_1 = 1 - torch.finfo(dtype).eps / 2  # rounding must not make a number 1
-        self.noise_LRB = uniforms_RBL.to(device, dtype).clamp(max=below_1).permute(2, 0, 1).contiguous()
-        row_B = torch.arange(self.rows, device=device)
-        self.prefix_RB = (row_B // (self.rows // self.prefixes)).repeat(self.runs, 1)
-        self.ended_RB = torch.zeros_like(self.prefix_RB, dtype=torch.bool)
+        self.noise_LM1 = (
+            uniforms_RBL.to(device, dtype).clamp(max=below_1).permute(2, 0, 1).contiguous().view(self.length, -1, 1)
+        )
+        self.row_M = torch.arange(self.runs * self.rows, device=device)
+        self.prefix_M = self.row_M // (self.rows // self.prefixes)
+        self.ended_M = torch.zeros_like(self.prefix_M, dtype=torch.bool)
         self.drawn: list[Tensor] = []
-        self.log_probs: list[Tensor] = []
-        self.token_RN = self.prefix_RB[:, :0]
+        self.logits: list[Tensor] = []
+        self.drawn_from: list[Tensor] = []
+        self.token_N = self.prefix_M[:0]
         self.can_part = True
         self._prefill(prompts_RPL)
 
@@ -116,90 +122,103 @@ class _Decoder:
 
         def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
             part = qkv_RTX.view(R * G, P, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
-            mixed_BLD, (_, keys, _) = attended(part, scale=1.0)
-            cache = keys.new_empty(2, P + self.length, R * G, *part.shape[2::2])
-            cache[:, :P] = keys[:, :, :, :P].permute(0, 3, 1, 2, 4)
+            cache = part.new_empty(2, P + self.length, R * G, *part.shape[2::2])
+            cache[:, :P] = part[1:].permute(0, 3, 1, 2, 4)
             self.caches.append(cache)
-            return mixed_BLD.view(R, G * P, -1)
+            mixed_BLD, *_ = attended(pad(part, (0, 0, 0, missing)), causal, scale=1.0)
+            return mixed_BLD[:, :P].reshape(R, G * P, -1)
 
+        missing = max(FEWEST_PLACES - P, 0)  # what pads stands behind
+        causal = prompts_RPL.new_full((P + missing, P + missing), float("-inf"), dtype=self.noise_LM1.dtype).triu_(1)
         places, rows, _ = self.weights.embedding_LVD.shape
-        at_RGP = prompts_RPL + self.run_offset_R1[:, None] * self.config.vocabulary_size
+        at_RGP = prompts_RPL + self.embedded_R1[:, None]
         at_RGP += torch.arange(P, device=at_RGP.device) * rows
         x_RTD = self.weights.embedding_LVD.view(places * rows, -1).index_select(0, at_RGP.flatten()).view(R, G * P, -1)
         self._predict(self._through(x_RTD, attend).view(R, G, P, -1)[:, :, -1])
 
+    @property
+    def none(self) -> int:
+        """The prefix of rows that have ended: N, one more than there are."""
+        return self.runs * self.prefixes
+
     def draw(self, t: int) -> Tensor:
-        """The token of response position t of each row [R, B], by inverse CDF; ended rows draw one that is cut off."""
-        log_probs_RVN = torch.log_softmax(self.logits_RVN, 1)
-        below_RVN = log_probs_RVN.exp().cumsum(1)
-        at_RB = self.prefix_RB.clamp(max=self.prefixes - 1)
-        below_RVB = below_RVN.gather(2, at_RB[:, None].expand(-1, below_RVN.shape[1], -1))
-        threshold_R1B = self.noise_LRB[t][:, None] * below_RVB[:, -1:]  # the sum is 1 up to rounding
-        token_RB = (below_RVB <= threshold_R1B).sum(1).clamp_(max=below_RVB.shape[1] - 1)
-        self.drawn.append(token_RB)
-        self.log_probs.append(log_probs_RVN.flatten(1).gather(1, at_RB.add_(token_RB, alpha=self.prefixes)))
-        return token_RB
+        """The token of response position t of each row [M], by inverse CDF; ended rows draw one that is cut off."""
+        at_M = self.prefix_M.clamp(max=self.none - 1)
+        below_MV = self.logits_NV.softmax(-1).cumsum(-1).index_select(0, at_M)
+        last = below_MV.shape[1] - 1
+        threshold_M1 = self.noise_LM1[t] * below_MV.narrow(1, last, 1)  # the sum is 1 up to rounding
+        token_M1 = torch.searchsorted(below_MV, threshold_M1, right=True).clamp_(max=last)
+        self.logits.append(self.logits_NV)
+        self.drawn_from.append(at_M)
+        self.drawn.append(token_M1)
+        return token_M1.flatten()
 
-    def note_ended(self, ended_RB: Tensor) -> None:
-        self.ended_RB |= ended_RB
-        self.prefix_RB = self.prefix_RB.masked_fill(self.ended_RB, self.prefixes)
+    def note_ended(self, ended_M: Tensor) -> None:
+        self.ended_M |= ended_M
+        self.prefix_M = self.prefix_M.masked_fill(self.ended_M, self.none)
 
-    def part(self, token_RB: Tensor) -> None:
+    def part(self, token_M: Tensor) -> None:
         """A prefix of its own for each row, before any token is read."""
-        self._move(self.prefix_RB.clamp(max=self.prefixes - 1), token_RB, filled=self.prompt_length)
-        row_B = torch.arange(self.rows, device=token_RB.device)
-        self.prefix_RB = torch.where(self.ended_RB, self.rows, row_B)
+        self._move(self.prefix_M.clamp(max=self.none - 1), token_M + self.embedded_M, filled=self.prompt_length)
+        self.prefix_M = self.row_M.masked_fill(self.ended_M, self.none)
 
-    def stay(self, token_RB: Tensor) -> None:
+    def stay(self, token_M: Tensor) -> None:
         """Every prefix grows by the token that its rows have drawn, in its place."""
-        token_RN = token_RB.new_zeros(self.runs, self.prefixes + 1)  # the last takes what rows draw that have ended
-        self.token_RN = token_RN.scatter_(1, self.prefix_RB, token_RB)[:, :-1]
+        token_N = token_M.new_zeros(self.none + 1)  # the last takes what rows draw that have ended
+        self.token_N = token_N.scatter_(0, self.prefix_M, token_M + self.embedded_M)[:-1]
 
-    def look(self, token_RB: Tensor, t: int) -> bool:
+    def look(self, token_M: Tensor, t: int) -> bool:
         """Go on from one prefix for each that an unfinished row stands at after these tokens, at response position t; False
         where no row goes on. The prefixes before stay where they are, each with its token, if none of them parts and few can
         be saved."""
-        if not self.can_part and self.runs * self.prefixes < FEWEST_SAVED:
-            self.stay(token_RB)
-            return not self.ended_RB.all()
-        V, none = self.config.vocabulary_size, self.prefixes * self.config.vocabulary_size
-        drawn_RB, prefix_RB = token_RB.cpu().numpy(), self.prefix_RB.cpu().numpy()
-        key_RB = np.where(prefix_RB < self.prefixes, prefix_RB * V + drawn_RB, none)
-        run_R1 = np.arange(self.runs)[:, None]
-        is_wanted_RK = np.zeros((self.runs, none + 1), bool)
-        is_wanted_RK[run_R1, key_RB] = True
-        is_wanted_RK[:, none] = False
+        if not self.can_part:  # as many prefixes are wanted as rows go on
+            going_on = self.rows - int(self.ended_M.view(self.runs, -1).sum(-1).min())
+            if not going_on:
+                return False
+            if not self._is_worth_leaving(going_on):
+                self.stay(token_M)
+                return True
+        V, none = self.config.vocabulary_size, self.none * self.config.vocabulary_size
+        key_M = np.minimum(self.prefix_M.cpu().numpy() * V + token_M.cpu().numpy(), none)
+        is_wanted_K = np.zeros(none + 1, bool)
+        is_wanted_K[key_M] = True
+        is_wanted_RK = is_wanted_K[:-1].reshape(self.runs, -1)
         wanted_R = is_wanted_RK.sum(-1)
         wanted = int(wanted_R.max())
         if not wanted:
             return False
-        self.can_part = bool(((key_RB < none).sum(-1) > wanted_R).any())
-        has_parted = is_wanted_RK[:, :none].reshape(-1, V).sum(-1).max() > 1
-        saved = (self.prefixes - wanted) * self.runs
-        if not has_parted and (wanted > COMPACT_AT * self.prefixes or saved < FEWEST_SAVED):
-            self.stay(token_RB)
+        self.can_part = np.count_nonzero(key_M < none) > wanted_R.sum()
+        has_parted = is_wanted_RK.reshape(-1, V).sum(-1).max() > 1
+        if not has_parted and not self._is_worth_leaving(wanted):
+            self.stay(token_M)
             return True
-        new_RK = is_wanted_RK.cumsum(-1) - 1
-        run_K, key_K = is_wanted_RK.nonzero()
-        key_RN = np.zeros((self.runs, wanted), np.int64)
-        key_RN[run_K, new_RK[run_K, key_K]] = key_K
-        new_RK[:, none] = wanted
-        found = (torch.from_numpy(value).to(self.noise_LRB.device) for value in (*divmod(key_RN, V), new_RK[run_R1, key_RB]))
-        parent_RN, token_RN, self.prefix_RB = found
-        self._move(parent_RN, token_RN, filled=self.prompt_length + t)
+        key_W = is_wanted_K[:-1].nonzero()[0]
+        run_W = np.repeat(np.arange(self.runs), wanted_R)
+        new_W = np.arange(key_W.size) + (run_W * wanted - (wanted_R.cumsum() - wanted_R)[run_W])
+        key_N = np.repeat(np.arange(self.runs) * self.prefixes * V, wanted)  # what pads goes on from the first
+        key_N[new_W] = key_W
+        new_K = np.full(none + 1, self.runs * wanted)
+        new_K[key_W] = new_W
+        parent_N, token_N = divmod(key_N, V)
+        token_N += np.repeat(np.arange(self.runs) * V, wanted)
+        found = (torch.from_numpy(value).to(token_M.device) for value in (parent_N, token_N, new_K[key_M]))
+        parent_N, token_N, self.prefix_M = found
+        self._move(parent_N, token_N, filled=self.prompt_length + t)
         return True
 
-    def _move(self, parent_RN: Tensor, token_RN: Tensor, filled: int) -> None:
-        """Go on from the prefixes `parent_RN`, each with its token; the first `filled` places of the caches are read."""
-        kept_N = (parent_RN + self.run_offset_R1 * self.prefixes).flatten()
-        self.caches = [_kept(cache, kept_N, filled) for cache in self.caches]
-        self.token_RN, self.prefixes = token_RN, token_RN.shape[1]
+    def _is_worth_leaving(self, wanted: int) -> bool:
+        """Whether prefixes leave where so many of each run are wanted."""
+        return wanted <= COMPACT_AT * self.prefixes and (self.prefixes - wanted) * self.runs >= FEWEST_SAVED
+
+    def _move(self, parent_N: Tensor, token_N: Tensor, filled: int) -> None:
+        """Go on from the prefixes `parent_N`, each with its token; the first `filled` places of the caches are read."""
+        self.caches = [_kept(cache, parent_N, filled) for cache in self.caches]
+        self.token_N, self.prefixes = token_N, len(token_N) // self.runs
 
     def read(self, t: int) -> None:
         """Feed the tokens just drawn, at response position t, and compute the next logits."""
         place = self.prompt_length + t
-        token_RN = self.token_RN + self.run_offset_R1 * self.config.vocabulary_size
-        x_RND = self.weights.embedding_LVD[place].index_select(0, token_RN.flatten()).view(self.runs, self.prefixes, -1)
+        x_RND = self.weights.embedding_LVD[place].index_select(0, self.token_N).view(self.runs, self.prefixes, -1)
         self._predict(self._through(x_RND, lambda layer, qkv_RNX: self._attend(qkv_RNX, self.caches[layer], place)))
 
     def _through(self, x_RTD: Tensor, attend: Attend) -> Tensor:
@@ -211,7 +230,7 @@ class _Decoder:
 
     def _predict(self, direction_RND: Tensor) -> None:
         """The logits of every prefix's next token."""
-        self.logits_RVN = torch.bmm(self.weights.head.mT, direction_RND.mT)
+        self.logits_NV = torch.bmm(direction_RND, self.weights.head).flatten(0, 1)
 
     def _attend(self, qkv_RNX: Tensor, cache: Tensor, place: int) -> Tensor:
         """One query a prefix over the cache; products and sums, since the matrix products would be tiny."""
@@ -225,7 +244,12 @@ class _Decoder:
 
     def finished(self, end_id: int, pad_id: int) -> Sampled:
         """Everything drawn, cut at each row's first end token."""
-        tokens_RBL, log_probs_RBL = torch.stack(self.drawn, -1), torch.stack(self.log_probs, -1)
+        shape, tokens_ML = (self.runs, self.rows, -1), torch.cat(self.drawn, 1)
+        read_L = torch.tensor([len(logits_NV) for logits_NV in self.logits], device=tokens_ML.device)
+        at_ML = torch.stack(self.drawn_from, 1) + (read_L.cumsum(0) - read_L)
+        log_probs_NV = torch.log_softmax(torch.cat(self.logits), -1)
+        log_probs_RBL = log_probs_NV.flatten().take(at_ML * log_probs_NV.shape[1] + tokens_ML).view(shape)
+        tokens_RBL = tokens_ML.view(shape)
         is_end_RBL = tokens_RBL == end_id
         after_end_RBL = is_end_RBL.cumsum(-1) - is_end_RBL.long() > 0
         return Sampled(
@@ -239,8 +263,8 @@ class _Decoder:
 def _kept(cache: Tensor, kept_N: Tensor, filled: int) -> Tensor:
     """The prefixes `kept_N` of a cache; places not written yet stay unwritten."""
     kept = cache.new_empty(*cache.shape[:2], kept_N.numel(), *cache.shape[3:])
-    for part in range(2):
-        torch.index_select(cache[part, :filled], 1, kept_N, out=kept[part, :filled])
+    for old, new in zip(*(both.narrow(1, 0, filled).unbind() for both in (cache, kept)), strict=True):
+        torch.index_select(old, 1, kept_N, out=new)
     return kept
 
 

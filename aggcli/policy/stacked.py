@@ -16,7 +16,7 @@ from aggcli.policy.groups import SMALL_WIDTH, groups_of, threads_for
 from aggcli.policy.protocol import Noise, Sampled, Shards
 from aggcli.policy.sampling import sample
 from aggcli.policy.transformer import Parameters, PolicyConfig, run_of, stacked
-from aggcli.policy.weights import Optimizer, weights_of
+from aggcli.policy.weights import Optimizer, Weights, weights_of
 from aggcli.world import World
 
 RUNS_AT_ONCE = 10
@@ -50,12 +50,20 @@ class SmallStart:
 
 
 class StackedTransformer:
-    """See `Policy`. `weights`: the parameters of all runs, flat [R, Q] and as leaves."""
+    """See `Policy`. `weights`: the parameters of all runs, flat [R, Q] and by name."""
 
     def __init__(self, start: SmallStart, lr: Sequence[float], world: World) -> None:
         self.start, self.world, self.shards = start, world, Shards()
-        self.weights = weights_of(stacked(start.initial, len(lr)))
+        self._take(weights_of(stacked(start.initial, len(lr))))
         self.optimizer = Optimizer(self.weights.flat_RQ, lr, start.config.training)
+
+    def _take(self, weights: Weights) -> None:
+        """Have these parameters; the runs of one pass, and the leaves that their gradients are taken by."""
+        self.weights = weights
+        self._groups = [
+            (group, _leaves(run_of(weights.parameters, group)))
+            for group in groups_of(len(weights.flat_RQ), RUNS_AT_ONCE, weights.flat_RQ.device)
+        ]
 
     @property
     def device(self) -> torch.device:
@@ -93,12 +101,9 @@ class StackedTransformer:
 
     def passes(self, *, reference: bool = False) -> Iterator[_SomeRuns]:
         """See `Policy.passes`."""
-        runs, parameters = len(self.weights.flat_RQ), self.weights.parameters
-        if reference:
-            initial = self.start.initial
-            parameters = {name: value.expand(runs, *value.shape[1:]).contiguous() for name, value in initial.items()}
-        for group in groups_of(runs, RUNS_AT_ONCE, self.device):
-            own = {name: value.detach().requires_grad_() for name, value in run_of(parameters, group).items()}
+        for group, own in self._groups:
+            if reference:
+                own = _leaves(stacked(self.start.initial, group.stop - group.start))
             yield _SomeRuns(group, own, self._forward)
 
     @cached_property
@@ -116,9 +121,7 @@ class StackedTransformer:
 
     def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
         """See `Policy.step`."""
-        norm_R = self.optimizer.step(self.weights.flat_RQ, gradient_RQ, stepping_R.tolist())
-        self.weights.refresh()
-        return norm_R
+        return self.optimizer.step(self.weights.flat_RQ, gradient_RQ, stepping_R.tolist())
 
     def sizes(self) -> dict[str, int]:
         """See `Policy.sizes`."""
@@ -126,7 +129,7 @@ class StackedTransformer:
 
     def keep(self, runs_R: Tensor) -> None:
         """See `Policy.keep`."""
-        self.weights = weights_of({name: value.detach()[runs_R] for name, value in self.weights.parameters.items()})
+        self._take(weights_of({name: value[runs_R] for name, value in self.weights.parameters.items()}))
         self.optimizer.keep(runs_R)
 
     def state(self) -> dict[str, Tensor]:
@@ -137,9 +140,13 @@ class StackedTransformer:
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Policy.load`."""
         self.weights.flat_RQ.copy_(state["parameters"])
-        self.weights.refresh()
         moments = {name.removeprefix("optimizer."): value for name, value in state.items() if "." in name}
         self.optimizer.load({name: value.to(self.device) for name, value in moments.items()})
+
+
+def _leaves(parameters: Parameters) -> Parameters:
+    """The same numbers, as leaves of autograd's graph."""
+    return {name: value.detach().requires_grad_() for name, value in parameters.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +162,5 @@ class _SomeRuns:
         return self.forward(self.parameters, tokens_RBL.to(device), prompt_RB.to(device), length_RB.to(device))
 
     def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
-        mine_RQ, start = gradient_RQ[self.runs], 0
-        for part in torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=not is_last):
-            mine_RQ.narrow(1, start, part[0].numel()).add_(part.flatten(1))  # in place: `+=` would write each number twice
-            start += part[0].numel()
+        parts = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=not is_last)
+        gradient_RQ[self.runs].add_(torch.cat([part.flatten(1) for part in parts], 1))  # `+=` would write each number twice

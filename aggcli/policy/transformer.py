@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from aggcli.errors import SettingError
-from aggcli.policy.kernels import MLP, RMSNorm, call
+from aggcli.policy.kernels import MLP, NormedLinear, RMSNorm, call
 
 Parameters = dict[str, Tensor]
 """Names to tensors, each with a leading run axis [R, ...]."""
@@ -135,8 +135,8 @@ def embedded(parameters: Parameters, tokens_RT: Tensor, positions_RT: Tensor) ->
     R, V, D = parameters["embedding"].shape
     N = parameters["position"].shape[1]
     run_R1 = torch.arange(R, device=tokens_RT.device)[:, None]
-    token_RTD = embedding(tokens_RT + run_R1 * V, parameters["embedding"].view(R * V, D))
-    place_RTD = embedding(positions_RT.clamp(max=N - 1) + run_R1 * N, parameters["position"].view(R * N, D))
+    token_RTD = embedding(tokens_RT + run_R1 * V, parameters["embedding"].reshape(R * V, D))
+    place_RTD = embedding(positions_RT.clamp(max=N - 1) + run_R1 * N, parameters["position"].reshape(R * N, D))
     return token_RTD + place_RTD
 
 
@@ -150,9 +150,9 @@ def body(parameters: Parameters, config: PolicyConfig, x_RTD: Tensor, attend: At
 def block(parameters: Parameters, layer: int, x_RTD: Tensor, attend: Attend) -> Tensor:
     """One block; each residual sum is part of a matrix product."""
     weight = {name: parameters[f"layers.{layer}.{name}"] for name in BLOCK_WEIGHTS}
-    qkv_RTX = torch.bmm(norm(x_RTD), weight["qkv"])
+    qkv_RTX = call(NormedLinear, x_RTD, weight["qkv"])
     x_RTD = torch.baddbmm(x_RTD, attend(layer, qkv_RTX), weight["attention_out"])
-    return call(MLP, x_RTD, norm(x_RTD), weight["mlp_in"], weight["mlp_out"])
+    return call(MLP, x_RTD, weight["mlp_in"], weight["mlp_out"])
 
 
 def norm(x: Tensor) -> Tensor:

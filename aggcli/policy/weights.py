@@ -17,28 +17,21 @@ from aggcli.policy.transformer import Parameters
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The parameters of R runs twice: `flat_RQ` [R, numbers of a run] is what the optimizer updates; `parameters` are the
-    contiguous leaves that forward passes read and gradients are taken by, brought up to date by `refresh`."""
+    """The parameters of R runs: `flat_RQ` [R, numbers of a run] is what the optimizer updates; `parameters` are its parts by
+    name, [R, ...] each, as views."""
 
     flat_RQ: Tensor
     parameters: Parameters
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the flat numbers into the leaves."""
-        start = 0
-        for value in self.parameters.values():
-            size = math.prod(value.shape[1:])
-            value.copy_(self.flat_RQ[:, start : start + size].view(value.shape))
-            start += size
-
 
 def weights_of(parameters: Parameters) -> Weights:
-    """Copies of stacked parameters [R, ...], flat and as leaves: in the order of their names, wherever they come from, so that
-    one process reads the flat numbers of another's checkpoint as they were."""
+    """A copy of stacked parameters [R, ...]: in the order of their names, wherever they come from, so that one process reads
+    the flat numbers of another's checkpoint as they were."""
     parameters = dict(sorted(parameters.items()))
     flat_RQ = torch.cat([value.detach().flatten(1) for value in parameters.values()], dim=1)
-    return Weights(flat_RQ, {name: value.detach().clone().requires_grad_() for name, value in parameters.items()})
+    parts = flat_RQ.split([math.prod(value.shape[1:]) for value in parameters.values()], dim=1)
+    named = zip(parameters.items(), parts, strict=True)
+    return Weights(flat_RQ, {name: part.view(value.shape) for (name, value), part in named})
 
 
 class Optimizer:

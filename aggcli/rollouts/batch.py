@@ -162,9 +162,8 @@ class RolloutBatch:
         ends_S = self.response_length_S.cumsum(0)
         counted_S = torch.zeros_like(ends_S)
         for chunk in chunks(is_counted_T.numel()):
-            counted_C = is_counted_T[chunk].cumsum(0, dtype=torch.int32)
-            at_S = (ends_S - (chunk.start + 1)).clamp(max=counted_C.numel() - 1)
-            counted_S += torch.where(at_S >= 0, counted_C[at_S.clamp(min=0)], 0)  # of this chunk, up to the sample's end
+            counted_C = torch.nn.functional.pad(is_counted_T[chunk].cumsum(0, dtype=torch.int32), (1, 0))
+            counted_S += counted_C[(ends_S - chunk.start).clamp(0, chunk.stop - chunk.start)]  # up to the sample's end
         return counted_S.diff(prepend=counted_S.new_zeros(1))
 
     def select(self, positions: Tensor, name: str | None = None) -> RolloutBatch:
@@ -275,6 +274,8 @@ class RolloutBatch:
                 )
 
     def _check_siblings(self) -> None:
+        if _are_of_one_sample(self.rollout_S):
+            return
         first_S = first_of_rollout(self.rollout_S)
         checks: list[tuple[str, Tensor]] = [("run", self.run_S == self.run_S[first_S])]
         if self.reward_S is not None:
@@ -360,7 +361,12 @@ def group_of_rollout(group_S: Tensor, rollout_S: Tensor) -> Tensor:
 
 
 def _reduced_over_rollout(value_S: Tensor, rollout_S: Tensor, reduce: str) -> Tensor:
-    if torch.equal(rollout_S, torch.arange(rollout_S.numel(), device=rollout_S.device)):  # each is of one sample
+    if _are_of_one_sample(rollout_S):
         return value_S
     value_G = torch.zeros(int(rollout_S.max()) + 1, dtype=torch.int64, device=rollout_S.device)
     return value_G.scatter_reduce(0, rollout_S, value_S, reduce=reduce, include_self=False)[rollout_S]
+
+
+def _are_of_one_sample(rollout_S: Tensor) -> bool:
+    """Whether each rollout has one sample, and they are numbered as those stand."""
+    return torch.equal(rollout_S, torch.arange(rollout_S.numel(), device=rollout_S.device))

@@ -133,7 +133,10 @@ class Reporter:
         mine_T = slice(None) if mine_S.all() else torch.repeat_interleave(mine_S, step.response_length_S)
         batch = _with_streams(step.select(mine_S.nonzero().flatten()), mine_T, given, found, with_kl=bool(objective.kl_coef))
         inputs = step_inputs(batch.derived(run_S=torch.searchsorted(at_R, batch.run_S)), objective, (), torch.float64)
-        inputs = replace(inputs, weights={name: weight_T[mine_T] for name, weight_T in given.weights.items()})
+        weights = given.weights  # of the whole step: one array may have several names
+        if not mine_S.all():
+            weights = {name: weight_T[mine_T] for name, weight_T in weights.items()}
+        inputs = replace(inputs, weights=dict(weights))
         measuring = measure_config(inputs, objective, self.config, self.response_limit, with_gradient=False)
         own = {"log_probs": found.own_log_probs_T[mine_T], "entropy": found.own_entropy_T[mine_T]}
         if given.old_log_probs_T is None:  # the policy itself is the old one
@@ -208,13 +211,16 @@ def not_reportable(step: RolloutBatch, runs: Sequence[RunSpec], given: StepToken
     run_T = torch.repeat_interleave(step.run_S, step.response_length_S)
     refused: dict[str, str] = {}
     for text, wrong_T in wrong.items():
-        for at in run_T[step.loss_mask_T & wrong_T].unique().tolist():
-            refused.setdefault(runs[at].name, text)
+        if wrong_T.any():
+            for at in run_T[step.loss_mask_T & wrong_T].unique().tolist():
+                refused.setdefault(runs[at].name, text)
     return refused
 
 
 def by_run(step: RolloutBatch, runs: int) -> list[RolloutBatch]:
-    """The samples of each run of a stack, which stand run after run, with ids from 0."""
+    """The samples of each run of a stack, which stand run after run, with ids from 0; of a run alone, as they are."""
+    if runs == 1:
+        return [step]
     from_0 = step.derived(
         rollout_S=_from_0(step.rollout_S, step.run_S),
         group_S=_from_0(step.group_S, step.run_S),

@@ -68,10 +68,12 @@ def step_tokens(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout, dty
     """
 
     def of_run(value: Callable[[ObjectiveConfig], float]) -> Tensor:
-        return torch.tensor([value(run.objective) for run in runs], dtype=dtype)[run_T]
+        values = [value(run.objective) for run in runs]
+        if len(set(values)) == 1:
+            return torch.full(step.loss_mask_T.shape, values[0], dtype=dtype)
+        return torch.tensor(values, dtype=dtype)[torch.repeat_interleave(step.run_S, step.response_length_S)]
 
     assert step.advantages_T is not None
-    run_T = torch.repeat_interleave(step.run_S, step.response_length_S)
     loss_T, metric_T, kl_T, entropy_T = (weight_T.to(dtype) for weight_T in stack_weights(step, runs, layout))
     return StepTokens(
         loss_T,
@@ -99,11 +101,11 @@ def stack_weights(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout) -
     def of_runs(rules: tuple[Rule, ...]) -> Tensor:
         if rules not in by_rules:
             weight_T = torch.zeros(step.loss_mask_T.numel(), dtype=torch.float64)
-            for rule in dict.fromkeys(rules):
+            for rule in (several := dict.fromkeys(rules)):
                 if rule not in by_rule:
                     by_rule[rule] = rule_weights(rule, step, schedules)
-                mine_T = torch.tensor([used == rule for used in rules])[run_T]
-                weight_T = torch.where(mine_T, by_rule[rule], weight_T)
+                mine_T = torch.tensor([used == rule for used in rules])[run_T] if len(several) > 1 else None
+                weight_T = by_rule[rule] if mine_T is None else torch.where(mine_T, by_rule[rule], weight_T)
                 need_no_nan(weight_T, rule, step)
             by_rules[rules] = torch.where(step.loss_mask_T, weight_T, 0.0)
         return by_rules[rules]
