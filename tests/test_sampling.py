@@ -141,6 +141,17 @@ def test_a_row_does_not_depend_on_the_order_of_rows_or_on_sharing_its_prompt():
     assert_same(shared, Sampled(*(getattr(shuffled, name)[:, back] for name in Sampled.__dataclass_fields__)))
 
 
+@pytest.mark.parametrize("prompt", [1, 15, 16, 17])
+def test_prompts_shorter_and_longer_than_a_vector_register_are_read_as_training_reads_them(prompt: int):
+    config = PolicyConfig(vocabulary_size=7, max_length=32, layers=2, width=16, heads=2)
+    made = initial_parameters(config, torch.Generator().manual_seed(2), torch.float64)
+    prompts = torch.randint(0, 5, (1, 3, prompt), generator=torch.Generator().manual_seed(9))
+    result = sample(made, config, prompts, noise_of(1, 12), end_id=END, pad_id=PAD)
+    tokens_RBL = torch.cat([prompts.repeat_interleave(4, 1), result.tokens_RBL], -1)
+    log_probs_RBC, _ = response_log_probs(made, config, tokens_RBL, prompt, result.length_RB)
+    torch.testing.assert_close(log_probs_RBC, result.log_probs_RBL[..., : log_probs_RBC.shape[-1]], rtol=0, atol=1e-12)
+
+
 def test_first_tokens_have_the_frequencies_of_the_softmax():
     parameters, prompts = policies(1), prompts_of(1, 1)
     chances = logits(parameters, CONFIG, prompts)[0, 0, -1].softmax(-1)
@@ -196,7 +207,7 @@ def test_compaction_keeps_to_the_device_of_the_parameters():
         parameters = {name: torch.empty(2, *shape, device="cuda") for name, shape in shapes(CONFIG).items()}
         prompts, noise = torch.zeros(2, 3, 4, dtype=torch.int64, device="cuda"), torch.zeros(2, 6, 6, device="cuda")
         decoder = sampling._Decoder(parameters, CONFIG, prompts, noise, 1.0)
-        decoder.part(decoder.draw(0))
+        decoder.part(decoder.draw(0), END)
         decoder.read(0)
         decoder.draw(1)
         result = decoder.finished(END, PAD)
@@ -206,6 +217,6 @@ def test_compaction_keeps_to_the_device_of_the_parameters():
 
 def test_mixing_devices_is_found():
     with fake_cuda():
-        parameters = {name: torch.empty(1, *shape, device="cuda") for name, shape in shapes(CONFIG).items()}
+        parameters = {name: torch.empty(2, *shape, device="cuda") for name, shape in shapes(CONFIG).items()}
         with pytest.raises(RuntimeError, match="device"):
-            drawn(parameters, torch.zeros(1, 3, 4, dtype=torch.int64), torch.zeros(1, 6, 6, device="cuda"))
+            drawn(parameters, torch.zeros(2, 3, 4, dtype=torch.int64), torch.zeros(2, 6, 6, device="cuda"))

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from aggcli.config import settings_from
+from aggcli.objective.sequences import sequence_numbers
 from tests.cli import compared, exactly, per_layout
-from tests.fixtures import Sample, sample
+from tests.fixtures import Sample, batch_of, sample
 from tests.train_worker import runs_of, setup_of, train
 
 LAYOUTS = "dp1,dp2:contiguous,dp4:mb1,dp1cp2,dp2cp2:interleaved"
@@ -52,6 +55,21 @@ BY_HAND = {
     "sampler_mismatch/sequence_sum": (0.2 + 0.2 + 0.4 + 0.4) / 4,
     "sampler_mismatch/sequence_mean": (0.1 + 0.1 + 0.4 + 0.4) / 4,
 }
+
+
+def test_a_policy_that_is_its_own_old_one_has_the_numbers_of_equal_streams() -> None:
+    batch = batch_of(five_responses())
+    assert batch.log_probs_T is not None
+    assert batch.advantages_T is not None
+    objective = settings_from({}).objective
+    rest = {"loss_mask": batch.loss_mask_T, "advantages": batch.advantages_T, "log_probs": batch.log_probs_T}
+    one, other = (
+        sequence_numbers(batch, {**rest, "old_log_probs": old_T}, objective, has_ratio=True)
+        for old_T in (batch.log_probs_T, batch.log_probs_T.clone())
+    )
+    assert one.keys() == other.keys() == {"log_ratio", "weight", "clipped"}
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one["weight"].tolist() == [1, 1, 1, 1, 0]
 
 
 def test_numbers_of_whole_responses_are_those_by_hand_under_every_mode_and_layout(tmp_path: Path, capsys) -> None:

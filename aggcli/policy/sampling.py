@@ -65,19 +65,18 @@ def sample(
 
 
 def _decoded(decoder: _Decoder, end_id: int, pad_id: int) -> Sampled:
-    check_every = CHECK_EVERY.get(decoder.ended_M.device.type, OTHER_DEVICES)
+    check_every = CHECK_EVERY.get(decoder.prefix_M.device.type, OTHER_DEVICES)
     for t in range(decoder.length):
         token_M = decoder.draw(t)
         if t + 1 == decoder.length:
             break
-        decoder.note_ended(token_M == end_id)
         if (t + 1) % check_every == 0:
-            if not decoder.look(token_M, t):
+            if not decoder.look(token_M, end_id, t):
                 break
         elif t == 0:
-            decoder.part(token_M)
+            decoder.part(token_M, end_id)
         else:
-            decoder.stay(token_M)
+            decoder.stay(token_M, end_id)
         decoder.read(t)
     return decoder.finished(end_id, pad_id)
 
@@ -99,15 +98,15 @@ class _Decoder:
         check_length(config, self.prompt_length + self.length)
         device, dtype = parameters["head"].device, parameters["head"].dtype
         self.config, self.weights = config, _Weights.of(parameters, config, temperature)
-        self.embedded_R1 = torch.arange(self.runs, device=device)[:, None] * config.vocabulary_size  # a run's token 0
-        self.embedded_M = self.embedded_R1.expand(-1, self.rows).flatten()
+        self.first_token_R = np.arange(self.runs) * config.vocabulary_size  # of each run, in the embeddings of one place
+        self.first_token_M = np.repeat(self.first_token_R, self.rows)
         below_1 = 1 - torch.finfo(dtype).eps / 2  # rounding must not make a number 1
         self.noise_LM1 = (
             uniforms_RBL.to(device, dtype).clamp(max=below_1).permute(2, 0, 1).contiguous().view(self.length, -1, 1)
         )
         self.row_M = torch.arange(self.runs * self.rows, device=device)
+        self.embedded_M = self._there(self.first_token_M)
         self.prefix_M = self.row_M // (self.rows // self.prefixes)
-        self.ended_M = torch.zeros_like(self.prefix_M, dtype=torch.bool)
         self.drawn: list[Tensor] = []
         self.logits: list[Tensor] = []
         self.drawn_from: list[Tensor] = []
@@ -131,7 +130,7 @@ class _Decoder:
         missing = max(FEWEST_PLACES - P, 0)  # what pads stands behind
         causal = prompts_RPL.new_full((P + missing, P + missing), float("-inf"), dtype=self.noise_LM1.dtype).triu_(1)
         places, rows, _ = self.weights.embedding_LVD.shape
-        at_RGP = prompts_RPL + self.embedded_R1[:, None]
+        at_RGP = prompts_RPL + self._there(self.first_token_R)[:, None, None]
         at_RGP += torch.arange(P, device=at_RGP.device) * rows
         x_RTD = self.weights.embedding_LVD.view(places * rows, -1).index_select(0, at_RGP.flatten()).view(R, G * P, -1)
         self._predict(self._through(x_RTD, attend).view(R, G, P, -1)[:, :, -1])
@@ -153,58 +152,62 @@ class _Decoder:
         self.drawn.append(token_M1)
         return token_M1.flatten()
 
-    def note_ended(self, ended_M: Tensor) -> None:
-        self.ended_M |= ended_M
-        self.prefix_M = self.prefix_M.masked_fill(self.ended_M, self.none)
+    def part(self, token_M: Tensor, end_id: int) -> None:
+        """A prefix of its own for each row that has not ended with this token, before any is read."""
+        self._move(self.prefix_M, token_M + self.embedded_M, filled=self.prompt_length)
+        self.prefix_M = self.row_M.masked_fill(token_M == end_id, self.none)
 
-    def part(self, token_M: Tensor) -> None:
-        """A prefix of its own for each row, before any token is read."""
-        self._move(self.prefix_M.clamp(max=self.none - 1), token_M + self.embedded_M, filled=self.prompt_length)
-        self.prefix_M = self.row_M.masked_fill(self.ended_M, self.none)
-
-    def stay(self, token_M: Tensor) -> None:
+    def stay(self, token_M: Tensor, end_id: int) -> None:
         """Every prefix grows by the token that its rows have drawn, in its place."""
+        self.prefix_M = self.prefix_M.masked_fill(token_M == end_id, self.none)
         token_N = token_M.new_zeros(self.none + 1)  # the last takes what rows draw that have ended
         self.token_N = token_N.scatter_(0, self.prefix_M, token_M + self.embedded_M)[:-1]
 
-    def look(self, token_M: Tensor, t: int) -> bool:
+    def look(self, token_M: Tensor, end_id: int, t: int) -> bool:
         """Go on from one prefix for each that an unfinished row stands at after these tokens, at response position t; False
         where no row goes on. The prefixes before stay where they are, each with its token, if none of them parts and few can
-        be saved."""
+        be saved. On the host, whose small operations are quicker than torch's."""
+        drawn_M = token_M.cpu().numpy()
+        prefix_M = np.where(drawn_M == end_id, self.none, self.prefix_M.cpu().numpy())
+        goes_on_M = prefix_M < self.none
         if not self.can_part:  # as many prefixes are wanted as rows go on
-            going_on = self.rows - int(self.ended_M.view(self.runs, -1).sum(-1).min())
-            if not going_on:
-                return False
-            if not self._is_worth_leaving(going_on):
-                self.stay(token_M)
-                return True
+            wanted = int(goes_on_M.reshape(self.runs, -1).sum(-1).max())
+            if not wanted or not self._is_worth_leaving(wanted):
+                self._stay_on_host(prefix_M, drawn_M)
+                return wanted > 0
         V, none = self.config.vocabulary_size, self.none * self.config.vocabulary_size
-        key_M = np.minimum(self.prefix_M.cpu().numpy() * V + token_M.cpu().numpy(), none)
+        key_M = np.where(goes_on_M, prefix_M * V + drawn_M, none)
         is_wanted_K = np.zeros(none + 1, bool)
         is_wanted_K[key_M] = True
         is_wanted_RK = is_wanted_K[:-1].reshape(self.runs, -1)
         wanted_R = is_wanted_RK.sum(-1)
         wanted = int(wanted_R.max())
-        if not wanted:
-            return False
-        self.can_part = np.count_nonzero(key_M < none) > wanted_R.sum()
+        self.can_part = np.count_nonzero(goes_on_M) > wanted_R.sum()
         has_parted = is_wanted_RK.reshape(-1, V).sum(-1).max() > 1
-        if not has_parted and not self._is_worth_leaving(wanted):
-            self.stay(token_M)
-            return True
+        if not wanted or not (has_parted or self._is_worth_leaving(wanted)):
+            self._stay_on_host(prefix_M, drawn_M)
+            return wanted > 0
         key_W = is_wanted_K[:-1].nonzero()[0]
         run_W = np.repeat(np.arange(self.runs), wanted_R)
         new_W = np.arange(key_W.size) + (run_W * wanted - (wanted_R.cumsum() - wanted_R)[run_W])
-        key_N = np.repeat(np.arange(self.runs) * self.prefixes * V, wanted)  # what pads goes on from the first
+        key_N = np.repeat(self.first_token_R * self.prefixes, wanted)  # what pads goes on from the first
         key_N[new_W] = key_W
         new_K = np.full(none + 1, self.runs * wanted)
         new_K[key_W] = new_W
         parent_N, token_N = divmod(key_N, V)
-        token_N += np.repeat(np.arange(self.runs) * V, wanted)
-        found = (torch.from_numpy(value).to(token_M.device) for value in (parent_N, token_N, new_K[key_M]))
-        parent_N, token_N, self.prefix_M = found
-        self._move(parent_N, token_N, filled=self.prompt_length + t)
+        self._move(self._there(parent_N), self._there(token_N + np.repeat(self.first_token_R, wanted)), self.prompt_length + t)
+        self.prefix_M = self._there(new_K[key_M])
         return True
+
+    def _stay_on_host(self, prefix_M: np.ndarray, drawn_M: np.ndarray) -> None:
+        """`stay`, of rows whose ends are known."""
+        token_N = np.zeros(self.none + 1, np.int64)
+        token_N[prefix_M] = drawn_M + self.first_token_M
+        self.prefix_M, self.token_N = self._there(prefix_M), self._there(token_N[:-1])
+
+    def _there(self, value: np.ndarray) -> Tensor:
+        """An array of the host on the decoder's device."""
+        return torch.from_numpy(value).to(self.row_M.device)
 
     def _is_worth_leaving(self, wanted: int) -> bool:
         """Whether prefixes leave where so many of each run are wanted."""
