@@ -82,6 +82,8 @@ class Shards:
 
     def _joined(self, norm_R: Tensor) -> Tensor:
         """The norm of all numbers, from that of each rank's part."""
+        if self.world.size == 1:
+            return norm_R
         return torch.linalg.vector_norm(torch.stack(self.world.tensors(norm_R)), dim=0)
 
     def finite(self, value_RQ: Tensor) -> Tensor:

@@ -145,16 +145,13 @@ class Sampler:
     def _assembled(self, rounds: list[_Round], kept: list[list[tuple[int, int]]], generated: list[int]) -> SampledRollouts:
         n, B = self.config.training.n_samples_per_prompt, rounds[0].length_RB.shape[1]
         longest = max(done.tokens_RBL.shape[-1] for done in rounds)
-        rows = [
-            run * B * len(rounds) + round_ * B + group * n + i
-            for run, groups in enumerate(kept)
-            for round_, group in groups
-            for i in range(n)
-        ]
-        at_S = torch.tensor(rows, dtype=torch.int64)
+        rows = [run * B * len(rounds) + round_ * B + group * n for run, groups in enumerate(kept) for round_, group in groups]
+        at_S = (torch.tensor(rows, dtype=torch.int64)[:, None] + torch.arange(n)).flatten()
+        is_everything = len(at_S) == len(kept) * B * len(rounds)  # in its order
 
         def joined(values: list[Tensor]) -> Tensor:
-            return torch.cat(values, 1).flatten(0, 1)[at_S]
+            together_S = torch.cat(values, 1).flatten(0, 1) if len(values) > 1 else values[0].flatten(0, 1)
+            return together_S if is_everything else together_S[at_S]
 
         response_SL = joined([_padded(done.tokens_RBL, longest, self.task.pad_id) for done in rounds])
         log_probs_SL = joined([_padded(done.log_probs_RBL, longest, 0.0) for done in rounds])

@@ -1,7 +1,7 @@
 """How fast is a stack of runs against TRL's GRPOTrainer on the same task, model size, batch, steps and response limit?
 
     pip install '.[trl]'
-    python experiments/benchmarks/trl_side_by_side.py [--steps 100] [--threads 2] [--rounds 3] [--json]
+    python experiments/benchmarks/trl_side_by_side.py [--steps 100] [--threads 2] [--rounds 5] [--json]
 
 Both train on `running-sum` (six digits, 16 prompts x 8 rollouts, at most 32 tokens) from a policy taught by
 demonstrations (TRL's own model, a two-layer Llama of width 64, is taught here the same way), on the CPU:
@@ -9,7 +9,9 @@ demonstrations (TRL's own model, a two-layer Llama of width 64, is taught here t
 1. TRL 1.16, one process of `--steps` steps: median seconds a step, and the seconds of the whole process.
 2. aggcli, R = 1 (`run`), 4 (four modes) and 20 (4 modes x 5 seeds, `compare`): the whole command, and one run's step in it.
 3. The ratios: a step of one run, a run's step in the stack of 20, and the whole of 20 runs against 20 TRL processes. All this
-   `--rounds` times, every side in turn; ratios are taken within a round, and their median is told.
+   `--rounds` times, every side in turn; ratios are taken within a round, and their median is told. The run alone takes a few
+   seconds, in which a machine may be quicker or slower than in the half minute of TRL: it runs before TRL and after it, and
+   its steps are taken together.
 4. Where the time goes; the floating-point operations that a run's step does, counted by torch, beside those of
    the linear layers if every row were read as it stands; and the share of the machine's measured float32 matmul rate that the
    stack of 20 reaches.
@@ -39,6 +41,9 @@ PROMPTS, GROUP, LIMIT, SEED = 16, 8, 32, 0
 SUPERVISED_STEPS = 500
 STACKS = {1: ["run"], 4: ["compare", "--seeds", "1"], 20: ["compare", "--seeds", "5"]}
 """Runs -> the command that trains them."""
+TRL = 0
+TURNS = (1, TRL, 1, 4, 20)
+"""What runs in a round, in this order: TRL, or so many runs of ours."""
 
 
 # -- TRL, in a process of its own -----------------------------------------------------------------------------------
@@ -229,14 +234,14 @@ def step_operations(runs: int, steps: int) -> dict[str, float]:
     return {"done": statistics.median(done), "needed": statistics.median(needed)}
 
 
-def step_seconds(results: Path) -> float:
-    """Seconds of one step of all runs of a results directory: the slowest of the processes that share them, median over
-    steps but the first."""
+def step_seconds(results: Path) -> list[float]:
+    """Seconds of each step but the first of all runs of a results directory: of the slowest of the processes that share
+    them."""
     slowest: dict[int, float] = {}
     for path in results.rglob("timings.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
             slowest[line["rollout_step"]] = max(slowest.get(line["rollout_step"], 0.0), line["seconds"])
-    return statistics.median([seconds for step, seconds in slowest.items() if step])
+    return [seconds for step, seconds in slowest.items() if step]
 
 
 class Stopwatch:
@@ -271,19 +276,35 @@ def matmul_rate(threads: int) -> float:
 
 
 def one_round(model: Path, steps: int, threads: int) -> dict[str, Any]:
-    """Every side once, one after the other: seconds of whole processes, and of a run's step (medians over steps)."""
+    """Every side in its turn, one after the other: seconds of whole processes, and of a run's step (medians over steps)."""
     here = str(Path(__file__).resolve())
-    whole, told = timed([sys.executable, here, "--trl", str(model), "--steps", str(steps)], threads)
-    trl = json.loads(told.split("RESULT ", 1)[1].splitlines()[0])
-    trl_step = statistics.median(trl.pop("steps")[2:])
     common = ["--steps", str(steps), "--max-response-length", str(LIMIT), "--json"]
-    ours, told_us = {}, ""
-    with tempfile.TemporaryDirectory() as folder:
-        for runs, command in STACKS.items():
-            output = Path(folder) / str(runs)
-            seconds, told_us = timed([sys.executable, "-m", "aggcli", *command, *common, "--output", str(output)], threads)
-            cut_into = json.loads((output / "manifest.json").read_text())["shares"]
-            ours[runs] = {"process_s": seconds, "step_s": step_seconds(output) / runs, "cut_into": cut_into}
+    processes: dict[int, list[float]] = {side: [] for side in TURNS}
+    took: dict[int, list[float]] = {side: [] for side in TURNS}
+    trl, cut_into, told_us = {}, {}, ""
+    for side in TURNS:
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / str(side)
+            own = ["-m", "aggcli", *STACKS.get(side, []), *common, "--output", str(output)]
+            command = [here, "--trl", str(model), "--steps", str(steps)] if side == TRL else own
+            seconds, told = timed([sys.executable, *command], threads)
+            processes[side].append(seconds)
+            if side == TRL:
+                trl = json.loads(told.split("RESULT ", 1)[1].splitlines()[0])
+                took[side] += trl.pop("steps")[2:]
+            else:
+                took[side] += [seconds / side for seconds in step_seconds(output)]
+                cut_into[side] = json.loads((output / "manifest.json").read_text())["shares"]
+                told_us = told
+    whole, trl_step = processes[TRL][0], statistics.median(took[TRL])
+    ours = {
+        runs: {
+            "process_s": statistics.median(processes[runs]),
+            "step_s": statistics.median(took[runs]),
+            "cut_into": cut_into[runs],
+        }
+        for runs in STACKS
+    }
     return {
         "trl": {"process_s": whole, "step_s": trl_step, **trl},
         "aggcli": ours,
@@ -363,7 +384,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
