@@ -13,8 +13,8 @@ demonstrations (TRL's own model, a two-layer Llama of width 64, is taught here t
    seconds, in which a machine may be quicker or slower than in the half minute of TRL: it runs before TRL and after it, and
    its steps are taken together.
 4. Where the time goes; the floating-point operations that a run's step does, counted by torch, beside those of
-   the linear layers if every row were read as it stands; and the share of the machine's measured float32 matmul rate that the
-   stack of 20 reaches.
+   the linear layers if every row were read as it stands; the share of the machine's measured float32 matmul rate that the
+   stack of 20 reaches; and how many operations torch is asked for in a step, views among them.
 
 The response lengths of both sides are printed, since the time depends on them.
 """
@@ -234,6 +234,26 @@ def step_operations(runs: int, steps: int) -> dict[str, float]:
     return {"done": statistics.median(done), "needed": statistics.median(needed)}
 
 
+def step_calls(runs: int, steps: int) -> int:
+    """Operations that torch dispatches in a step of so many runs, views among them; median over steps but the first."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counted(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    found = []
+    taken = trainer_of(runs, steps).steps()
+    while True:
+        with Counted() as counted:
+            if next(taken, None) is None:
+                return int(statistics.median(found[1:]))
+        found.append(counted.calls)
+
+
 def step_seconds(results: Path) -> list[float]:
     """Seconds of each step but the first of all runs of a results directory: of the slowest of the processes that share
     them."""
@@ -349,6 +369,7 @@ def measure(steps: int, threads: int, rounds: int) -> dict[str, Any]:
         "ratios": {name: [one["ratios"][name] for one in done] for name in last["ratios"]},
         "matmul_gflops": median("matmul") / 1e9,
         "operations": operations,
+        "calls": {runs: step_calls(runs // last["aggcli"][runs]["cut_into"], min(steps, 30)) for runs in (1, 20)},
         "share_of_matmul_rate": statistics.median(
             operations["done"] / one["aggcli"][20]["step_s"] / one["matmul"] for one in done
         ),
@@ -373,6 +394,9 @@ def show(found: dict[str, Any]) -> None:
         print(f"{name.replace('_', ' ')}: {statistics.median(ratios):.1f} (by round: {each})")
     done, needed = (found["operations"][name] / 1e9 for name in ("done", "needed"))
     print(f"a run's step: {done:.2f} GFLOP of matrix products; the linear layers alone, every row as it stands: {needed:.2f}")
+    alone, stacked = found["calls"][1], found["calls"][20]
+    together = plural(20 // ours[20]["cut_into"], "run")
+    print(f"torch is asked for {alone:,} operations in a step of 1 run, {stacked:,} in one of {together} together")
     share = found["share_of_matmul_rate"]
     print(f"float32 matmul of the machine: {found['matmul_gflops']:.0f} GFLOP/s; the stack's share of it: {share:.2f}")
     for runs, cost in ours.items():
