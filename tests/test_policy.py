@@ -306,6 +306,17 @@ def test_beginnings_that_rows_share_are_read_once_and_never_across_prompts():
     assert packing.tokens_RT.flatten()[pieces.token_NL].tolist() == [read[0], read[0], read[1], read[1]]
 
 
+def test_a_run_of_fewer_prompts_is_padded_from_itself():
+    tokens_RBL, length_RB = rows_of(2)
+    tokens_RBL[0, :, :PROMPT] = 0  # one prompt, where the other run has three
+    packing = pack(tokens_RBL, PROMPT, length_RB)
+    held_M = torch.cat([pieces.token_NL.flatten() for pieces in packing.bins])
+    assert (held_M[packing.taken_RT] // packing.tokens_RT.shape[1]).tolist() == [
+        [run] * packing.tokens_RT.shape[1] for run in range(2)
+    ]
+    assert packing.tokens_RT[0, : 3 * PROMPT].tolist() == [0] * 3 * PROMPT
+
+
 def test_prompts_are_told_apart_whatever_the_bytes_of_their_ids():
     prompts_BL = torch.tensor([[256, 0], [1, 0], [0, 256], [0, 65536], [256, 0], [0, 0], [0, 1], [0, 256]])
     packing = pack(torch.nn.functional.pad(prompts_BL, (0, 2), value=5)[None], 2, torch.full((1, 8), 2))
