@@ -273,8 +273,8 @@ def test_responses_share_a_piece_where_that_costs_less():
     tokens_RBL = torch.zeros(1, 24, PROMPT + 101, dtype=torch.int64)
     tokens_RBL[0, :, PROMPT] = torch.arange(24)
     # Of 104 tokens: 2 * 104 * 168 = 34,944 < 204 * 268 = 54,672, so each alone. Of 14: 2 * 14 * 78 = 2,184 > 24 * 88 = 2,112,
-    # but 2,112 + 14 * 78 = 3,204 < 34 * 98 = 3,332, so two. Of 6: 50 * 114 + 6 * 70 = 6,120 > 52 * 116 = 6,032, so all.
-    for longest, shared in ((101, 1), (11, 2), (3, 24)):
+    # but 2,112 + 14 * 78 = 3,204 < 34 * 98 = 3,332, so two. Of 6, eight cost 20 * 84 / 8 = 210 each and nine 22 * 86 / 9 > 210.
+    for longest, shared in ((101, 1), (11, 2), (3, 8)):
         packing = pack(tokens_RBL, PROMPT, torch.full((1, 24), longest))
         (pieces,) = packing.bins
         assert len(pieces.token_NL) * shared == 24, longest

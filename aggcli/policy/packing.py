@@ -186,12 +186,14 @@ class _Pieces:
 
 
 def _begins(is_first_K: np.ndarray, length_K: np.ndarray, shared_K: np.ndarray, P: int) -> np.ndarray:
-    """Which leaves begin a piece: the first of each prompt, and others that cost less alone than with the piece before."""
-    begins, size = [], 0
+    """Which leaves begin a piece: the first of each prompt, and others that would add more to the piece before than they cost
+    alone, or than its leaves cost by the mean, so that pieces do not go on growing where prompts are long."""
+    begins, size, leaves = [], 0, 0
     for is_first, length, shared in zip(is_first_K.tolist(), length_K.tolist(), shared_K.tolist(), strict=True):
         alone, joined = P + length, size + length - shared
-        begins.append(is_first or cost_of_piece(joined) > cost_of_piece(size) + cost_of_piece(alone))
-        size = alone if begins[-1] else joined
+        added = cost_of_piece(joined) - cost_of_piece(size)
+        begins.append(is_first or added > min(cost_of_piece(alone), cost_of_piece(size) / leaves))
+        size, leaves = (alone, 1) if begins[-1] else (joined, leaves + 1)
     return np.array(begins)
 
 
