@@ -230,8 +230,8 @@ class _Tree:
     `order_N`: where each row was; `run_N`, `prompt_N`, `length_N`: its run, its prompt there and how many tokens it reads,
     `response_NL`: those; `shared_N`: how many of them the row before has too. Distinct beginnings have numbers in this order,
     through the stack: `number_NL`, that of the one which ends at each column; `new_at`: rows and columns that are the first to
-    have theirs; `read_R`: how many each run has. What goes on from a beginning has the numbers from its own up to `end_M`,
-    and no other has. `leaves_N`: the rows that no other of their prompt goes on from.
+    have theirs; `read_R`: how many each run has. What goes on from a beginning has the numbers from its own to below
+    `end_M`, and no other has. `leaves_N`: the rows that no other of their prompt goes on from.
     """
 
     order_N: np.ndarray

@@ -137,7 +137,7 @@ class _Decoder:
 
     @property
     def none(self) -> int:
-        """The prefix of rows that have ended: N, one more than there are."""
+        """The prefix of rows that have ended: N, one past the last."""
         return self.runs * self.prefixes
 
     def draw(self, t: int) -> Tensor:

@@ -130,13 +130,12 @@ class Reporter:
         specs, at_R = list(runs.values()), torch.tensor(list(runs))
         objective = specs[0].objective
         mine_S = torch.isin(step.run_S, at_R)
-        mine_T = slice(None) if mine_S.all() else torch.repeat_interleave(mine_S, step.response_length_S)
+        is_whole = bool(mine_S.all())
+        mine_T = slice(None) if is_whole else torch.repeat_interleave(mine_S, step.response_length_S)
         batch = _with_streams(step.select(mine_S.nonzero().flatten()), mine_T, given, found, with_kl=bool(objective.kl_coef))
         inputs = step_inputs(batch.derived(run_S=torch.searchsorted(at_R, batch.run_S)), objective, (), torch.float64)
-        weights = given.weights  # of the whole step: one array may have several names
-        if not mine_S.all():
-            weights = {name: weight_T[mine_T] for name, weight_T in weights.items()}
-        inputs = replace(inputs, weights=dict(weights))
+        weights = {name: weight_T if is_whole else weight_T[mine_T] for name, weight_T in given.weights.items()}
+        inputs = replace(inputs, weights=weights)
         measuring = measure_config(inputs, objective, self.config, self.response_limit, with_gradient=False)
         own = {"log_probs": found.own_log_probs_T[mine_T], "entropy": found.own_entropy_T[mine_T]}
         if given.old_log_probs_T is None:  # the policy itself is the old one
@@ -208,10 +207,10 @@ def not_reportable(step: RolloutBatch, runs: Sequence[RunSpec], given: StepToken
         "its log-probabilities are not finite": infinite_T,
         "its importance ratio overflows": log_ratio_T > MOST_LOG_RATIO,
     }
-    run_T = torch.repeat_interleave(step.run_S, step.response_length_S)
     refused: dict[str, str] = {}
     for text, wrong_T in wrong.items():
         if wrong_T.any():
+            run_T = torch.repeat_interleave(step.run_S, step.response_length_S)
             for at in run_T[step.loss_mask_T & wrong_T].unique().tolist():
                 refused.setdefault(runs[at].name, text)
     return refused

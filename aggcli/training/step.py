@@ -101,11 +101,14 @@ def stack_weights(step: RolloutBatch, runs: Sequence[RunSpec], layout: Layout) -
     def of_runs(rules: tuple[Rule, ...]) -> Tensor:
         if rules not in by_rules:
             weight_T = torch.zeros(step.loss_mask_T.numel(), dtype=torch.float64)
-            for rule in (several := dict.fromkeys(rules)):
+            distinct = dict.fromkeys(rules)
+            for rule in distinct:
                 if rule not in by_rule:
                     by_rule[rule] = rule_weights(rule, step, schedules)
-                mine_T = torch.tensor([used == rule for used in rules])[run_T] if len(several) > 1 else None
-                weight_T = by_rule[rule] if mine_T is None else torch.where(mine_T, by_rule[rule], weight_T)
+                before_T, weight_T = weight_T, by_rule[rule]
+                if len(distinct) > 1:
+                    mine_T = torch.tensor([used == rule for used in rules])[run_T]
+                    weight_T = torch.where(mine_T, weight_T, before_T)
                 need_no_nan(weight_T, rule, step)
             by_rules[rules] = torch.where(step.loss_mask_T, weight_T, 0.0)
         return by_rules[rules]
