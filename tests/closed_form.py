@@ -56,7 +56,7 @@ def token_numbers(
             rows["slope"].append(-ratio * advantage if free >= bound else 0.0)
             rows["pg_clipfrac"].append(float(bound > free))
             rows["ppo_kl"].append(old - new)
-            rows["ratio_deviation"].append(abs(ratio - 1))
+            rows["ratio_deviation"].append(abs(math.expm1(new - old)))
             d = sample["ref_log_probs"][t] - new
             rows["kl_loss"].append(math.expm1(d) - d)
             rows["entropy_loss"].append(sample["entropy"][t] if "entropy" in sample else 0.0)

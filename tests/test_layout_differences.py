@@ -138,7 +138,7 @@ def test_a_difference_is_measured_against_the_sum_of_absolute_terms() -> None:
 def test_the_sentence_names_layouts_rules_and_what_is_left_out() -> None:
     said = between_layouts([comparison(difference(0.25, 0.25 + 2**-52, 0.5)), comparison(difference(1.0, 1.0, 1.0))])
     assert said == [
-        "between the layouts dp1 and dp2, under token_mean: all numbers that ranks add up are apart by at most 4.4e-16 of the"
+        "between the layouts dp1 and dp2, under token_mean: all numbers that ranks add up are apart by at most 4.5e-16 of the"
         f" sum of their absolute terms (pg_loss under token_mean, dp2 against dp1){LEFT_OUT}"
     ]
 

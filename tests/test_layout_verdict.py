@@ -28,13 +28,13 @@ def moved_run(directory: Path, dtype: str | None, moved: float) -> Path:
         (None, 1e-7, "A layout changes pg_loss by 1.0e-07 {}1e-09 are taken for rounding in float64 (2 "),
         (
             "float64",
-            1e-10,
-            "nothing but rounding: pg_loss differs by at most 1.0e-10 {}1e-09 are taken for rounding in float64",
+            1.04e-10,
+            "nothing but rounding: pg_loss differs by at most 1.1e-10 {}1e-09 are taken for rounding in float64",
         ),
         (
             "bfloat16",
-            1e-7,
-            "nothing but rounding: pg_loss differs by at most 1.0e-07 {}0.0001 are taken for rounding in bfloat16",
+            1.04e-7,
+            "nothing but rounding: pg_loss differs by at most 1.1e-07 {}0.0001 are taken for rounding in bfloat16",
         ),
         ("float32", 1e-3, "A layout changes pg_loss by 1.0e-03 {}0.0001 are taken for rounding in float32 (2 "),
     ],
@@ -48,9 +48,9 @@ def test_the_layouts_are_judged_by_the_dtype_that_the_run_recorded(
 
 def test_each_run_is_judged_by_its_own_dtype(tmp_path: Path) -> None:
     """1e-5 is rounding in bfloat16; 1e-8 in float64 is not, though it is smaller."""
-    coarse, exact = moved_run(tmp_path / "coarse", "bfloat16", 1e-5), moved_run(tmp_path / "exact", "float64", 1e-8)
+    coarse, exact = moved_run(tmp_path / "coarse", "bfloat16", 1.04e-5), moved_run(tmp_path / "exact", "float64", 1e-8)
     assert (
         "A layout changes pg_loss by 1.0e-08 of the sum of its absolute terms, where differences up to 1e-09 are taken for"
         " rounding in float64" in Page(report(coarse, exact)).text
     )
-    assert "changes nothing but rounding: pg_loss differs by at most 1.0e-05" in Page(report(coarse)).text
+    assert "changes nothing but rounding: pg_loss differs by at most 1.1e-05" in Page(report(coarse)).text

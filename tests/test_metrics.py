@@ -139,6 +139,14 @@ def test_after_an_update_the_ratio_shows_and_the_hint_does_not(tmp_path, capsys)
     assert compared(capsys, tmp_path, fx_b(), "--eps-clip", 0.05).modes["token_mean"]["pg_clipfrac"] == exactly(5 / 16)
 
 
+def test_a_ratio_next_to_1_is_as_far_from_it_as_its_logarithm_says(tmp_path, capsys) -> None:
+    """Log-ratios of 2^-40 at every token: exp(x) - 1 = x + x^2 / 2, of which float64 holds 13 digits of 1 + x alone."""
+    samples = [s | {"log_probs": [-1.0 + 2.0**-40] * s["response_length"]} for s in fx_b()]
+    samples = [s | {"old_log_probs": [-1.0] * s["response_length"]} for s in samples]
+    values = compared(capsys, tmp_path, samples).modes["token_mean"]
+    assert values["ratio_deviation"] == pytest.approx(2.0**-40 + 2.0**-81, rel=1e-15, abs=0)
+
+
 def test_with_one_stream_the_ratio_is_assumed_and_not_reported_as_measured(tmp_path, capsys) -> None:
     samples = [{k: v for k, v in s.items() if k != "old_log_probs"} for s in fx_b()]
     told = compared(capsys, tmp_path, samples)

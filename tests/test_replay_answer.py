@@ -274,6 +274,17 @@ def test_a_layout_that_changes_what_none_may_change_is_called_a_fault() -> None:
     )
 
 
+@pytest.mark.parametrize(("moved", "said"), [(0.0, ""), (2.0**-54, "1e-15"), (2.0**-49, "2e-15"), (2.1e-10, "3e-10")])
+def test_what_layouts_are_apart_at_most_is_never_said_too_small(moved: float, said: str) -> None:
+    """Of absolute terms of 1: 2^-54 is 6e-17, which another processor may make 5e-17; 2^-49 is 1.8e-15."""
+    layouts = {name: {"pg_loss": loss, "sizes": {"pg_loss": 1.0}} for name, loss in (("dp1", 0.25), ("dp2", 0.25 + moved))}
+    values = {"tokens": 4, "total_weight": 1.0, "pg_loss": 0.25, "grad_norm_log_probs": 1.0, "layouts": layouts}
+    head = {"modes": ["sample_mean"], "settings": {"dtype": None}, "length_unit": "tokens", "max_response_length": 4}
+    answer = replay_answer(head, [{"step": 7, "modes": {"sample_mean": values}, "layout_deviation": moved}]).sentences[-1]
+    how = f"apart by at most {said} of its absolute terms, as rounding in float64 is" if moved else "equal to the last bit"
+    assert answer == f"None of the layouts evaluated (dp1, dp2) changes the loss under sample_mean ({how})."
+
+
 # -- of its directory -------------------------------------------------------------------------------------------------
 
 

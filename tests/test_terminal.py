@@ -12,7 +12,7 @@ from aggcli.config import ObjectiveConfig, SourceConfig
 from aggcli.jobs.listening import heard_by
 from aggcli.jobs.replay import MOST_NOTES, _say_notes
 from aggcli.measurement.inventory import inventory
-from aggcli.measurement.words import in_bytes, plural
+from aggcli.measurement.words import at_most, in_bytes, plural
 from aggcli.rollouts.batch import RecordedLayout, RecordedStep
 from aggcli.rollouts.sources import open_source
 from tests.cli import aggcli, write_jsonl
@@ -111,6 +111,14 @@ def test_one_is_singular_and_any_other_number_plural() -> None:
 
 def test_bytes_are_told_in_powers_of_a_thousand() -> None:
     assert [in_bytes(n) for n in (0, 999, 1000, 1_250_000)] == ["0 B", "999 B", "1.0 kB", "1.2 MB"]
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "said"),
+    [(5.1e-17, 1, 6e-17), (5e-17, 1, 5e-17), (5.04e-17, 2, 5.1e-17), (9.91e-17, 2, 1e-16), (0.25, 2, 0.25), (0.0, 2, 0.0)],
+)
+def test_what_a_number_is_at_most_is_never_below_it(value: float, digits: int, said: float) -> None:
+    assert at_most(value, digits) == said >= value
 
 
 @pytest.mark.parametrize(("left", "said"), [(1, "1 more note is left out"), (2, "2 more notes are left out")])

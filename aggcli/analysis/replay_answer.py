@@ -21,7 +21,7 @@ from aggcli.analysis.tolerance import tolerance_of
 from aggcli.analysis.units import LENGTH_UNITS
 from aggcli.errors import some
 from aggcli.measurement.catalogue import LENGTH_BINS
-from aggcli.measurement.words import listed, percent, plural, short
+from aggcli.measurement.words import at_most, listed, percent, plural, short
 from aggcli.records import LAYOUTS, METRICS
 from aggcli.rules import CUSTOM, recorded_rule
 
@@ -29,6 +29,8 @@ Step = Mapping[str, Any]
 Steps = Sequence[Step]
 _SAME = 1e-9
 """What rounding may make of two numbers that are the same."""
+_LEAST_SAID = 1e-15
+"""Differences of less are called at most this: a few last bits, which depend on the processor."""
 _NORM = "grad_norm_log_probs"
 _TELLING = 0.01
 """A difference of two shares of the weight that is worth a word."""
@@ -484,7 +486,7 @@ def _how_equal(kept: Mapping[str, LayoutGap], dtype: str) -> str:
     worst = max(one.share for one in kept.values())
     if worst == 0:
         return " (equal to the last bit)"
-    return f" (apart by at most {worst:.1g} of its absolute terms, as rounding in {dtype} is)"
+    return f" (apart by at most {max(at_most(worst, 1), _LEAST_SAID):g} of its absolute terms, as rounding in {dtype} is)"
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------

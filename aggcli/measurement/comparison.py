@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from aggcli.measurement.report import LayoutReport, RankReport
-from aggcli.measurement.words import apart, listed, plural
+from aggcli.measurement.words import apart, at_most, listed, plural
 
 ROUNDING = 1e-9
 """Share of what was summed that rounding cannot explain, where a rule is made to move."""
@@ -157,7 +157,7 @@ def _on_exact(steps: Sequence[LayoutComparison], layouts: Sequence[str]) -> list
         far = f"different: {largest}"
     else:
         far = (
-            f"apart by at most {largest.share:.2g} of the sum of their absolute terms"
+            f"apart by at most {at_most(largest.share, 2):g} of the sum of their absolute terms"
             f" ({largest.metric} under {largest.rule}, {largest.layouts[1]} against {largest.layouts[0]})"
         )
     return [
@@ -181,7 +181,7 @@ def _on_moving(steps: Sequence[LayoutComparison]) -> list[str]:
         else:
             said.append(
                 f"left out there: {where} may vary with the layout; between these its numbers are apart by at most"
-                f" {most.share:.2g} of the sum of their absolute terms"
+                f" {at_most(most.share, 2):g} of the sum of their absolute terms"
             )
     return said
 

@@ -48,7 +48,8 @@ def token_numbers(
         if with_slopes:
             slopes["pg_loss"] = _slope(terms.pg_loss_T, new_T)
     if has_ratio:
-        found |= {"ppo_kl": terms.ppo_kl_T, "ratio_deviation": (terms.ratio_T - 1).abs()}
+        apart_T = torch.expm1(-terms.ppo_kl_T).abs()  # of a ratio near 1, ratio - 1 has few digits that are not rounding
+        found |= {"ppo_kl": terms.ppo_kl_T, "ratio_deviation": torch.where(terms.ratio_T.isinf(), terms.ratio_T, apart_T)}
     if has_ratio and advantages_T is not None:
         if terms.clipped_T is not None:
             found["pg_clipfrac"] = terms.clipped_T

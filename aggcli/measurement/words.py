@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, Decimal
 
 AS_RECORDED = "varies as recorded"
 """Of a rule under audit: it varies with the recorded layout alone, which its framework cannot represent."""
@@ -42,6 +43,13 @@ def in_bytes(count: int) -> str:
         return f"{count} B"
     power = min((len(str(count)) - 1) // 3, 4)
     return f"{count / 1000**power:.1f} {'kMGT'[power - 1]}B"
+
+
+def at_most(value: float, digits: int) -> float:
+    """A number of so many significant digits that `value`, not below 0, is at most: the next one up, or itself where it has no
+    more."""
+    exact = Decimal(repr(float(value)))
+    return float(exact.quantize(Decimal((0, (1,), exact.adjusted() + 1 - digits)), ROUND_CEILING)) if exact else 0.0
 
 
 def apart(a: float, b: float, size: float) -> str:

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from aggcli.analysis.frames import Frames, numbers, rows, sizes
 from aggcli.analysis.tolerance import tolerance_of
-from aggcli.measurement.words import listed, plural
+from aggcli.measurement.words import at_most, listed, plural
 from aggcli.report import style
 from aggcli.report.base import NothingToDraw
 from aggcli.report.style import Look
@@ -125,4 +125,6 @@ def _rounding_in_words(rounding: pd.DataFrame, limit_of: Mapping[str, tuple[str,
         return "layouts have the same loss, to the last bit"
     limits = dict(limit_of[label] for label in rounding["run"])
     taken = " and ".join(f"up to {limit:g} in {dtype}" for dtype, limit in limits.items())
-    return f"layouts differ by at most {most:.1e} of the absolute terms of pg_loss, and {taken} is taken for rounding"
+    return (
+        f"layouts differ by at most {at_most(most, 2):.1e} of the absolute terms of pg_loss, and {taken} is taken for rounding"
+    )

@@ -8,7 +8,7 @@ from aggcli.analysis.comparison import Comparison
 from aggcli.analysis.frames import Frames, numbers
 from aggcli.analysis.recorded import what_no_mode_changes
 from aggcli.analysis.tolerance import tolerance_of
-from aggcli.measurement.words import listed, plural
+from aggcli.measurement.words import at_most, listed, plural
 from aggcli.report.findings import Findings
 from aggcli.report.layout_deviation import layout_deviations
 
@@ -97,11 +97,10 @@ def layouts(frames: Frames, findings: Findings) -> str:
     limits = [of_run[label] for label in found["run"]]
     worst = int((deviation / [limit for _, limit in limits]).argmax())
     dtype, limit = limits[worst]
-    of = f"{deviation[worst]:.1e} of the sum of its absolute terms"
-    size = f"{of}, where differences up to {limit:g} are taken for rounding in {dtype} ({over})"
+    of = f"of the sum of its absolute terms, where differences up to {limit:g} are taken for rounding in {dtype} ({over})"
     if deviation[worst] > limit:
-        return f"A layout changes pg_loss by {size}; the figure of the layouts shows which."
-    return f"The layout changes nothing but rounding: pg_loss differs by at most {size}."
+        return f"A layout changes pg_loss by {deviation[worst]:.1e} {of}; the figure of the layouts shows which."
+    return f"The layout changes nothing but rounding: pg_loss differs by at most {at_most(deviation[worst], 2):.1e} {of}."
 
 
 def _floor(comparison: Comparison) -> float | None:
