@@ -1,6 +1,7 @@
 """The stacked transformer and its log-probabilities of responses."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from aggcli.errors import SettingError
 from aggcli.policy import log_probs
+from aggcli.policy import packing as packing_module
 from aggcli.policy import warm_start as warm
 from aggcli.policy.groups import groups_of, threads_for
 from aggcli.policy.log_probs import response_log_probs
@@ -28,6 +30,13 @@ from tests.fake_cuda import fake_cuda
 
 CONFIG = PolicyConfig(vocabulary_size=7, max_length=20, layers=2, width=16, heads=2)
 PROMPT = 4
+
+
+@pytest.fixture(params=[False, True], ids=["short prompts", "long prompts"])
+def are_long(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether prompts count as long, so that pieces but the first only see them."""
+    monkeypatch.setattr(packing_module, "LONG_PROMPT", 1 if request.param else PROMPT + 1)
+    return request.param
 
 
 def policies(runs: int, config: PolicyConfig = CONFIG) -> Parameters:
@@ -91,6 +100,7 @@ def test_logits_are_those_of_attention_written_as_loops():
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("are_long")
 @pytest.mark.parametrize("packed", [False, True])
 def test_response_log_probs_and_entropies_are_those_of_each_row_alone(packed: bool):
     parameters = policies(2)
@@ -173,6 +183,7 @@ def test_small_policies_have_one_thread_an_operation_and_the_others_those_there_
         torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("are_long")
 def test_gradients_of_packed_rows_are_those_of_padded_rows():
     parameters, (tokens_RBL, length_RB) = policies(2), rows_of(2)
     padded = gradients(parameters, tokens_RBL, length_RB, torch.full((2, 12), PROMPT))
@@ -180,6 +191,7 @@ def test_gradients_of_packed_rows_are_those_of_padded_rows():
         torch.testing.assert_close(packed, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("are_long")
 def test_gradients_are_those_of_finite_differences():
     config = PolicyConfig(vocabulary_size=5, max_length=6, layers=1, width=4, heads=2)
     parameters = policies(1, config)
@@ -249,24 +261,31 @@ def texts_of(packing: Packing, tokens_RBL: Tensor) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("made", ["alike", "random", "long"])
-def test_a_token_sees_what_it_goes_on_from_and_nothing_else(made: str):
+def test_a_token_sees_what_it_goes_on_from_and_nothing_else(made: str, are_long: bool):
     rows = {"alike": lambda: alike(2), "random": lambda: rows_of(2, repeats=12), "long": lambda: rows_of(2, 1, 40, longest=16)}
     tokens_RBL, length_RB = rows[made]()
     packing = pack(tokens_RBL, PROMPT, length_RB)
     texts = texts_of(packing, tokens_RBL)
-    several = 0
+    several, queries = 0, Counter[int]()
     for pieces in packing.bins:
-        seen_NLL = pieces.mask_N1LL[:, 0] == 0
-        assert seen_NLL.any(-1).all(), "what pads sees something, or it were not a number"
-        for token_L, number_L, seen_LL in zip(pieces.token_NL.tolist(), pieces.number_NL.tolist(), seen_NLL, strict=True):
+        seen_NQL = pieces.mask_N1QL[:, 0] == 0
+        assert seen_NQL.any(-1).all(), "what pads sees something, or it were not a number"
+        for token_L, number_L, seen_QL in zip(pieces.token_NL.tolist(), pieces.number_NL.tolist(), seen_NQL, strict=True):
             real = [place for place, number in enumerate(number_L) if number < pieces.end_NL.max() - 1]
-            for place in real:
-                keys = seen_LL[place].nonzero().flatten().tolist()
+            assert len(seen_QL) == len(number_L) - pieces.only_seen
+            for place in real[pieces.only_seen :]:
+                queries[token_L[place]] += 1
+                keys = seen_QL[place - pieces.only_seen].nonzero().flatten().tolist()
                 positions = [int(packing.positions_RT.flatten()[token_L[key]]) for key in keys]
                 assert positions == list(range(len(positions)))
                 assert [int(packing.tokens_RT.flatten()[token_L[key]]) for key in keys] == texts[token_L[place]]
             several += len(real) > PROMPT + int(length_RB.max())
     assert several, "some piece holds more than one row"
+    prompts = [run * packing.tokens_RT.shape[1] + at for run in range(2) for at in range(packing.prompts * PROMPT)]
+    pieces_of_prompts = Counter(int(at) for pieces in packing.bins for at in pieces.token_NL[:, 0])
+    for at in prompts:
+        assert queries[at] == (1 if are_long else pieces_of_prompts[at - at % packing.tokens_RT.shape[1] % PROMPT])
+    assert max(pieces_of_prompts.values()) > 1 or made == "alike", "some prompt has several pieces"
 
 
 def test_responses_share_a_piece_where_that_costs_less():
@@ -279,6 +298,18 @@ def test_responses_share_a_piece_where_that_costs_less():
         (pieces,) = packing.bins
         assert len(pieces.token_NL) * shared == 24, longest
         assert pieces.token_NL.shape[1] == PROMPT + (longest - 1) * shared
+
+
+def test_long_prompts_see_themselves_in_one_piece_alone_and_pieces_are_as_large_as_that_pays(monkeypatch: pytest.MonkeyPatch):
+    """Responses of which 3 tokens are read. In the first piece one more of them costs 6 s + 201 at a size of s = 4 + 3 k: at
+    most what k of them cost by the mean, s (s + 64) / k, up to k = 5 (315 <= 315.4), not at 6 (333 > 315.3). In the others it
+    is 6 s + 189 against s (s + 60) / k: up to k = 4 (285 <= 304), not at 5 (303 > 300.2)."""
+    monkeypatch.setattr(packing_module, "LONG_PROMPT", PROMPT)
+    tokens_RBL = torch.zeros(1, 24, PROMPT + 4, dtype=torch.int64)
+    tokens_RBL[0, :, PROMPT] = torch.arange(24)
+    bins = pack(tokens_RBL, PROMPT, torch.full((1, 24), 4)).bins
+    assert [(*pieces.token_NL.shape, pieces.only_seen) for pieces in bins] == [(1, 22, 0), (4, 19, PROMPT)]
+    assert [tuple(pieces.mask_N1QL.shape) for pieces in bins] == [(1, 1, 22, 22), (4, 1, 15, 19)]
 
 
 def alike(runs: int) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,9 @@ class Pieces(Protocol):
     @property
     def token_NL(self) -> Tensor: ...
     @property
-    def mask_N1LL(self) -> Tensor: ...
+    def mask_N1QL(self) -> Tensor: ...
+    @property
+    def only_seen(self) -> int: ...
 
 
 class TokenLayout(Protocol):
@@ -125,8 +127,9 @@ class PackedAttention(Function):
         for pieces in layout.bins:
             N, L = pieces.token_NL.shape
             part = flat_MX.index_select(0, pieces.token_NL.flatten()).view(N, L, 3, heads, -1).permute(2, 0, 3, 1, 4)
-            mixed_NLD, own, weight = attended(part, pieces.mask_N1LL, scale=part.shape[-1] ** -0.5)
-            mixed.append(mixed_NLD.view(N * L, -1))
+            scale = part.shape[-1] ** -0.5
+            mixed_NQD, own, weight = attended(part, pieces.mask_N1QL, scale=scale, only_seen=pieces.only_seen)
+            mixed.append(mixed_NQD.view(-1, X // 3))
             saved += [own, weight]
         ctx.save_for_backward(*saved)
         together = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
@@ -136,33 +139,37 @@ class PackedAttention(Function):
     @once_differentiable
     def backward(ctx: Any, grad_RTD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         layout, heads, (R, T, D) = ctx.layout, ctx.heads, grad_RTD.shape
-        sizes = [pieces.token_NL.numel() for pieces in layout.bins]
+        sizes = [pieces.token_NL[:, pieces.only_seen :].numel() for pieces in layout.bins]
         grad_mixed = grad_RTD.new_zeros(sum(sizes), D).index_add_(0, layout.taken_RT.flatten(), grad_RTD.reshape(R * T, D))
         grad_qkv = grad_RTD.new_zeros(R * T, 3 * D)
         for at, (pieces, grad_out) in enumerate(zip(layout.bins, grad_mixed.split(sizes), strict=True)):
             own, weight = ctx.saved_tensors[2 * at : 2 * at + 2]
             query, key, value = own.flatten(1, 2)
             N, L = pieces.token_NL.shape
-            grad_out = grad_out.view(N, L, heads, -1).transpose(1, 2).reshape(N * heads, L, -1)
+            grad_out = grad_out.view(N, -1, heads, D // heads).transpose(1, 2).reshape(N * heads, -1, D // heads)
             grad_score = torch.ops.aten._softmax_backward_data(torch.bmm(grad_out, value.mT), weight, -1, weight.dtype)
             grad_score.mul_(query.shape[-1] ** -0.5)
             grad_own = torch.empty_like(own)
             grad_query, grad_key, grad_value = grad_own.flatten(1, 2)
-            torch.bmm(grad_score, key, out=grad_query)
-            torch.bmm(grad_score.mT, query, out=grad_key)
+            if only := pieces.only_seen:
+                grad_query[:, :only] = 0.0
+                grad_query[:, only:] = torch.bmm(grad_score, key)
+            else:
+                torch.bmm(grad_score, key, out=grad_query)
+            torch.bmm(grad_score.mT, query[:, only:], out=grad_key)
             torch.bmm(weight.mT, grad_out, out=grad_value)
             grad_qkv.index_add_(0, pieces.token_NL.flatten(), grad_own.permute(1, 3, 0, 2, 4).reshape(N * L, 3 * D))
         return grad_qkv.view(R, T, -1), None, None
 
 
-def attended(part: Tensor, mask: Tensor, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention [N, L, D] of N pieces of L tokens over themselves, and what it was made of: queries, keys and values in one
-    block [3, N, H, L, d], and weights [N * H, L, L]. `part`: a view [3, N, H, L, d]; `mask`: what to add to scores
-    [N, H, L, L]."""
+def attended(part: Tensor, mask: Tensor, *, scale: float, only_seen: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention [N, Q, D] over N pieces of L tokens of Q of them, all but the first `only_seen`, and what it was made of:
+    queries, keys and values in one block [3, N, H, L, d], and weights [N * H, Q, L]. `part`: a view [3, N, H, L, d]; `mask`:
+    what to add to scores [N, H, Q, L]."""
     _, N, H, L, d = part.shape
     own = part.contiguous()
     query, key, value = own.flatten(1, 2)
-    score = torch.bmm(query, key.mT).view(N, H, L, L)
-    weight = torch.add(mask.to(part.dtype), score, alpha=scale).softmax(-1).view(N * H, L, L)
-    mixed = torch.bmm(weight, value).view(N, H, L, d).transpose(1, 2)
-    return mixed.reshape(N, L, H * d), own, weight
+    score = torch.bmm(query[:, only_seen:], key.mT).view(N, H, -1, L)
+    weight = torch.add(mask.to(part.dtype), score, alpha=scale).softmax(-1).view(N * H, -1, L)
+    mixed = torch.bmm(weight, value).view(N, H, -1, d).transpose(1, 2)
+    return mixed.reshape(N, -1, H * d), own, weight

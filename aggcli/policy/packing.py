@@ -9,7 +9,8 @@ It is padded to that of the run that has most.
 Nothing is read twice: a hidden state depends on what stands before it alone, so rows that begin alike share the tokens they
 begin with, and what their losses say about them is added up there. A prompt and its responses are thus a tree, in which a token
 sees what it goes on from. Only attention looks at trees: it gathers them in *pieces*, a prompt with some of its responses in
-each, and the pieces of all runs in bins of similar length, padded to the longest of each.
+each, and the pieces of all runs in bins of similar length, padded to the longest of each. What a long prompt sees itself is
+found in one of its pieces alone.
 
 The last token of a response is never read, since nothing is predicted from it.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -32,29 +33,34 @@ TOKEN_COST = 64
 """What a token of a piece costs beside its products with the piece's tokens, counted in those."""
 BIN_COST = 10_000
 """What one more bin costs, counted in the same."""
+LONG_PROMPT = 32
+"""Prompts of at least so many tokens see themselves in one piece of theirs alone; in the others they are only seen."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bin:
     """N pieces of L tokens each, of all runs: `token_NL`, where in the flat lists of the stack each token is. A token sees
-    another where that one's number in `number_NL` is not greater than its own and its own is below that one's `end_NL`."""
+    another where that one's number in `number_NL` is not greater than its own and its own is below that one's `end_NL`; the
+    first `only_seen` of a piece see nothing here."""
 
     token_NL: Tensor
     number_NL: Tensor
     end_NL: Tensor
+    only_seen: int
 
     @cached_property
-    def mask_N1LL(self) -> Tensor:
-        """What to add to scores [N, heads, L, L] of queries and keys: 0 where the query sees the key, else minus infinity."""
-        query_NL1, key_N1L = self.number_NL[:, :, None], self.number_NL[:, None]
-        seen_NLL = (key_N1L <= query_NL1) & (query_NL1 < self.end_NL[:, None])
-        return torch.full(seen_NLL.shape, float("-inf"), device=seen_NLL.device).masked_fill_(seen_NLL, 0.0)[:, None]
+    def mask_N1QL(self) -> Tensor:
+        """What to add to scores [N, heads, Q, L] of queries, which are the last Q tokens, and keys: 0 where the query sees the
+        key, else minus infinity."""
+        query_NQ1, key_N1L = self.number_NL[:, self.only_seen :, None], self.number_NL[:, None]
+        seen_NQL = (key_N1L <= query_NQ1) & (query_NQ1 < self.end_NL[:, None])
+        return torch.full(seen_NQL.shape, float("-inf"), device=seen_NQL.device).masked_fill_(seen_NQL, 0.0)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
     """`tokens_RT` and `positions_RT` are the flat list of each run, padded to the longest; `prompts` distinct prompts of
-    `prompt_length` come first. `bins`: the pieces of attention; `taken_RT`: for each token of the flat lists, which token of
+    `prompt_length` come first. `bins`: the pieces of attention; `taken_RT`: for each token of the flat lists, which query of
     which piece of the bins, one after the other, gives its attention; for what pads, one of the same run.
 
     Response column c of row b is predicted at place `predicted_at_RBC[r, b, c]` of the *predicting places* (the last
@@ -138,14 +144,17 @@ def _bins(pieces: _Pieces, tree: _Tree, G: int, P: int, T: int) -> tuple[tuple[B
     number_QL[at_M], end_QL[at_M] = number_M, tree.end_M[number_M]
     run_M = run_Q[pieces.piece_M]
     token_QL[at_M] = run_M * T + G * P + tree.in_run(number_M, run_M)
-    bins, filled, start_Q = [], 0, np.zeros(Q, np.int64)
-    order_Q = pieces.size_Q.argsort(kind="stable")
-    for start, end in cuts(pieces.size_Q[order_Q], BIN_COST, cost_of_piece):
-        some = order_Q[start:end]
-        L = max(int(pieces.size_Q[some[-1]]), FEWEST_PLACES)
-        bins.append(Bin(*(_tensor(value_QL[some, :L]) for value_QL in (token_QL, number_QL, end_QL))))
-        start_Q[some] = filled + L * np.arange(some.size)
-        filled += L * some.size
+    bins, filled, start_Q = [], 0, np.zeros(Q, np.int64)  # where the attention of a piece would begin, if all of it had one
+    for only_seen in np.unique(pieces.only_seen_Q).tolist():
+        these_Q = (pieces.only_seen_Q == only_seen).nonzero()[0]
+        these_Q = these_Q[pieces.size_Q[these_Q].argsort(kind="stable")]
+        for start, end in cuts(pieces.size_Q[these_Q], BIN_COST, partial(cost_of_piece, only_seen=only_seen)):
+            some = these_Q[start:end]
+            L = max(int(pieces.size_Q[some[-1]]), FEWEST_PLACES)
+            token, number, end = (_tensor(value_QL[some, :L]) for value_QL in (token_QL, number_QL, end_QL))
+            bins.append(Bin(token, number, end, only_seen))
+            start_Q[some] = filled + (L - only_seen) * np.arange(some.size) - only_seen
+            filled += (L - only_seen) * some.size
     piece_RG = np.full((R, G), -1)
     piece_RG.ravel()[pieces.prompt_Q[::-1]] = np.arange(Q)[::-1]  # the first piece of each prompt
     piece_RG = np.where(piece_RG < 0, piece_RG[:, :1], piece_RG)  # a prompt that pads is the first
@@ -158,12 +167,14 @@ def _bins(pieces: _Pieces, tree: _Tree, G: int, P: int, T: int) -> tuple[tuple[B
 @dataclass(frozen=True, eq=False)
 class _Pieces:
     """What attention reads together: a prompt of a run (`prompt_Q`, counted through the stack) with what is read of some
-    responses of it, `size_Q` tokens in all. The M tokens of responses in them, piece after piece: `piece_M`, `place_M` in it
-    and `number_M` in the tree. A token is in more than one piece where the responses that begin with it are.
+    responses of it, `size_Q` tokens in all, of which the first `only_seen_Q` see nothing in it. The M tokens of responses in
+    them, piece after piece: `piece_M`, `place_M` in it and `number_M` in the tree. A token is in more than one piece where the
+    responses that begin with it are.
     """
 
     prompt_Q: np.ndarray
     size_Q: np.ndarray
+    only_seen_Q: np.ndarray
     piece_M: np.ndarray
     place_M: np.ndarray
     number_M: np.ndarray
@@ -182,24 +193,33 @@ class _Pieces:
         piece_M = piece_K[leaf_M]
         read_Q = np.bincount(piece_M, minlength=int(piece_K[-1]) + 1)
         place_M = P + np.arange(leaf_M.size) - (read_Q.cumsum() - read_Q)[piece_M]
-        return cls(prompt_K[begins_K], P + read_Q, piece_M, place_M, tree.number_NL[leaves_K[leaf_M], column_M])
+        only_seen_Q = np.where(is_first_K[begins_K], 0, _only_seen(P))
+        return cls(prompt_K[begins_K], P + read_Q, only_seen_Q, piece_M, place_M, tree.number_NL[leaves_K[leaf_M], column_M])
 
 
 def _begins(is_first_K: np.ndarray, length_K: np.ndarray, shared_K: np.ndarray, P: int) -> np.ndarray:
     """Which leaves begin a piece: the first of each prompt, and others that would add more to the piece before than they cost
     alone, or than its leaves cost by the mean, so that pieces do not go on growing where prompts are long."""
-    begins, size, leaves = [], 0, 0
+    begins, size, leaves, only_seen = [], 0, 0, 0
     for is_first, length, shared in zip(is_first_K.tolist(), length_K.tolist(), shared_K.tolist(), strict=True):
         alone, joined = P + length, size + length - shared
-        added = cost_of_piece(joined) - cost_of_piece(size)
-        begins.append(is_first or added > min(cost_of_piece(alone), cost_of_piece(size) / leaves))
+        added = cost_of_piece(joined, only_seen) - cost_of_piece(size, only_seen)
+        most = min(cost_of_piece(alone, _only_seen(P)), cost_of_piece(size, only_seen) / max(leaves, 1))
+        begins.append(is_first or added > most)
         size, leaves = (alone, 1) if begins[-1] else (joined, leaves + 1)
+        if begins[-1]:
+            only_seen = 0 if is_first else _only_seen(P)
     return np.array(begins)
 
 
-def cost_of_piece(size: int) -> int:
+def _only_seen(P: int) -> int:
+    """How many tokens of a prompt see nothing in its pieces but the first."""
+    return P if P >= LONG_PROMPT else 0
+
+
+def cost_of_piece(size: int, only_seen: int) -> int:
     """What attention over a piece of so many tokens costs, counted in products of a token with another."""
-    return size * (size + TOKEN_COST)
+    return size * (size - only_seen + TOKEN_COST)
 
 
 def _tensor(array: np.ndarray) -> Tensor:
