@@ -128,9 +128,9 @@ class Grid:
         policy: Any = trainer.policy
         step, gradients, values = policy.step, [], {}
 
-        def kept(gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
+        def kept(gradient_RQ: Tensor, norm_R: Tensor, stepping_R: Tensor) -> None:
             gradients.append(gradient_RQ.clone())
-            return step(gradient_RQ, stepping_R)
+            step(gradient_RQ, norm_R, stepping_R)
 
         policy.step = kept
         for done in trainer.steps():

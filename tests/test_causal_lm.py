@@ -134,7 +134,7 @@ def test_runs_of_a_stack_learn_apart_and_go_on_from_their_state() -> None:
 
     first_RQ = gradient(policy)
     assert torch.allclose(2 * first_RQ[0], first_RQ[1], rtol=1e-12, atol=1e-12)
-    policy.step(first_RQ, torch.tensor([True, False]))
+    policy.step(first_RQ, policy.shards.norm(first_RQ), torch.tensor([True, False]))
     assert torch.equal(policy.flat_RQ[1], start.initial_Q)
     assert not torch.equal(policy.flat_RQ[0], start.initial_Q)
     second_RQ = gradient(policy)
@@ -143,7 +143,8 @@ def test_runs_of_a_stack_learn_apart_and_go_on_from_their_state() -> None:
     again = start.stack([1e-2, 1e-2], ALONE)
     again.load({name: value.clone() for name, value in policy.state().items()})
     for one in (policy, again):
-        one.step(gradient(one), torch.tensor([True, True]))
+        gradient_RQ = gradient(one)
+        one.step(gradient_RQ, one.shards.norm(gradient_RQ), torch.tensor([True, True]))
     assert torch.equal(policy.flat_RQ, again.flat_RQ)
 
 
@@ -195,7 +196,8 @@ def test_adapters_are_all_that_is_trained_and_merged_into_the_weights_they_give_
     plain, _ = _summed(whole.stack([0.1], ALONE))
     assert float(_summed(policy)[0]) == pytest.approx(float(plain), abs=1e-12), "they begin as no change"
     for _ in range(2):
-        policy.step(_summed(policy)[1], torch.tensor([True]))
+        _, gradient_RQ = _summed(policy)
+        policy.step(gradient_RQ, policy.shards.norm(gradient_RQ), torch.tensor([True]))
     adapted, _ = _summed(policy)
     assert abs(float(adapted - plain)) > 1e-3
     named = dict(start.module.named_parameters())

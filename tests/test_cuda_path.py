@@ -8,6 +8,7 @@ import torch
 from aggcli import grid
 from aggcli.config import settings_from
 from aggcli.layout.schedule import parse_layout
+from aggcli.policy.protocol import Shards
 from aggcli.policy.weights import Optimizer, weights_of
 from aggcli.rules import SAMPLE_MEAN, TOKEN_MEAN
 from aggcli.training.stack import RunSpec
@@ -38,7 +39,9 @@ def test_an_update_stays_on_the_device_of_the_policy(optimizer: str) -> None:
     with fake_cuda():
         flat_RQ = torch.empty(2, 10, device="cuda")
         taught = Optimizer(flat_RQ, [1e-3, 2e-3], training)
-        norm_R = taught.step(flat_RQ, torch.empty(2, 10, device="cuda"), [True, True])
+        gradient_RQ = torch.empty(2, 10, device="cuda")
+        norm_R = Shards().norm(gradient_RQ)
+        taught.step(flat_RQ, gradient_RQ, norm_R, [True, True])
         assert norm_R.device.type == flat_RQ.device.type == "cuda"
         assert all(value.device.type == "cuda" for value in taught.state().values() if value.dim() == 2)
         weights_of({"a": torch.empty(2, 3, 4, device="cuda"), "b": torch.empty(2, 5, device="cuda")})

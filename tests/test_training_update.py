@@ -167,7 +167,8 @@ def test_a_step_that_a_run_does_not_take_leaves_no_trace_in_it(optimizer: str) -
         ((second_P, junk_P), (True, False)),
         ((junk_P, second_P), (False, True)),
     ):
-        taught.step(flat_RQ, torch.stack(gradients), stepping)
+        gradient_RQ = torch.stack(gradients)
+        taught.step(flat_RQ, gradient_RQ, gradient_RQ.norm(dim=1), stepping)
     assert torch.equal(flat_RQ[0], flat_RQ[1])
     leaf = start_P.clone().requires_grad_()
     made = (_sgd if optimizer == "sgd" else _adamw)(lr=0.01, weight_decay=0.0)([leaf])

@@ -80,7 +80,7 @@ class CausalPolicy:
     def __init__(self, start: CausalStart, lr: Sequence[float], shards: Shards = Shards()) -> None:
         self.start, self.shards = start, shards
         self.flat_RQ = start.initial_Q.repeat(len(lr), 1)
-        self.optimizer = Optimizer(self.flat_RQ, lr, start.config.training, shards)
+        self.optimizer = Optimizer(self.flat_RQ, lr, start.config.training)
 
     @property
     def device(self) -> torch.device:
@@ -159,10 +159,10 @@ class CausalPolicy:
         """See `Policy.summed`."""
         return world.add_up(gradient_RQ)
 
-    def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
+    def step(self, gradient_RQ: Tensor, norm_R: Tensor, stepping_R: Tensor) -> None:
         """See `Policy.step`."""
         with told_memory():
-            return self.optimizer.step(self.flat_RQ, gradient_RQ, stepping_R.tolist())
+            self.optimizer.step(self.flat_RQ, gradient_RQ, norm_R, stepping_R.tolist())
 
     def sizes(self) -> dict[str, int]:
         """See `Policy.sizes`."""

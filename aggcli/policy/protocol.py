@@ -86,9 +86,12 @@ class Shards:
             return norm_R
         return torch.linalg.vector_norm(torch.stack(self.world.tensors(norm_R)), dim=0)
 
-    def finite(self, value_RQ: Tensor) -> Tensor:
-        """Whether all numbers of a run are finite, bool [R] on the CPU: their norm is, unless it overflows."""
-        finite_R = torch.isfinite(self._joined(torch.linalg.vector_norm(value_RQ, dim=1)))
+    def finite(self, value_RQ: Tensor, norm_R: Tensor | None = None) -> Tensor:
+        """Whether all numbers of a run are finite, bool [R] on the CPU: their norm is, unless it overflows. `norm_R`: theirs,
+        where it is known."""
+        if norm_R is None:
+            norm_R = self._joined(torch.linalg.vector_norm(value_RQ, dim=1))
+        finite_R = torch.isfinite(norm_R)
         if not finite_R.all():
             own_R = torch.isfinite(value_RQ).all(1).double()
             finite_R = torch.stack(self.world.tensors(own_R)).amin(0) > 0
@@ -162,9 +165,8 @@ class Policy(Protocol):
         """The sum over the ranks of a world of what each has added to its gradient, on every rank."""
         ...
 
-    def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
-        """Take an optimizer step; runs that are not `stepping` stay as they are, to the bit. Returns the norm of each run's
-        gradient before clipping, float64 [R]."""
+    def step(self, gradient_RQ: Tensor, norm_R: Tensor, stepping_R: Tensor) -> None:
+        """Take an optimizer step; runs that are not `stepping` stay as they are, to the bit. `norm_R`: see `Shards.norm`."""
         ...
 
     def sizes(self) -> dict[str, int]:

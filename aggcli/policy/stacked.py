@@ -119,9 +119,9 @@ class StackedTransformer:
         """See `Policy.summed`."""
         return world.add_up(gradient_RQ)
 
-    def step(self, gradient_RQ: Tensor, stepping_R: Tensor) -> Tensor:
+    def step(self, gradient_RQ: Tensor, norm_R: Tensor, stepping_R: Tensor) -> None:
         """See `Policy.step`."""
-        return self.optimizer.step(self.weights.flat_RQ, gradient_RQ, stepping_R.tolist())
+        self.optimizer.step(self.weights.flat_RQ, gradient_RQ, norm_R, stepping_R.tolist())
 
     def sizes(self) -> dict[str, int]:
         """See `Policy.sizes`."""

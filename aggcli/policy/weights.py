@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from aggcli.config import TrainingConfig
-from aggcli.policy.protocol import Shards
 from aggcli.policy.transformer import Parameters
 
 
@@ -38,29 +37,26 @@ class Optimizer:
     """torch's AdamW (Loshchilov and Hutter, 2019) or SGD on a stack: every run has its own learning rate, clipping and step
     count.
 
-    `flat_RQ` is updated in place; runs that are not `stepping` keep parameters and moments untouched, to the bit. `shards`:
-    where the rest of the numbers is, if `flat_RQ` is a part of them.
+    `flat_RQ` is updated in place; runs that are not `stepping` keep parameters and moments untouched, to the bit.
     """
 
-    def __init__(self, flat_RQ: Tensor, lr: Sequence[float], training: TrainingConfig, shards: Shards = Shards()) -> None:
-        self.training, self.shards = training, shards
+    def __init__(self, flat_RQ: Tensor, lr: Sequence[float], training: TrainingConfig) -> None:
+        self.training = training
         self.lr, self.taken = list(lr), [0] * len(lr)
         adaptive = training.optimizer == "adamw"
         self.mean_RQ = torch.zeros_like(flat_RQ) if adaptive else torch.zeros(0)
         self.square_RQ = torch.zeros_like(flat_RQ) if adaptive else torch.zeros(0)
 
     @torch.no_grad()
-    def step(self, flat_RQ: Tensor, gradient_RQ: Tensor, stepping: Sequence[bool]) -> Tensor:
-        """Clip, update the runs that step, and return the norm of each run's gradient before clipping, float64 [R]."""
+    def step(self, flat_RQ: Tensor, gradient_RQ: Tensor, norm_R: Tensor, stepping: Sequence[bool]) -> None:
+        """Clip each run's gradient by its norm, float64 [R], and update the runs that step."""
         training = self.training
-        norm_R = self.shards.norm(gradient_RQ)
         if training.clip_grad:
             shrink_R = (training.clip_grad / norm_R.clamp(min=1e-30)).clamp(max=1.0)
             gradient_RQ = gradient_RQ * shrink_R.to(gradient_RQ.dtype)[:, None]
         for run, steps in enumerate(stepping):
             if steps:
                 self._step(run, flat_RQ[run], gradient_RQ[run])
-        return norm_R
 
     def _step(self, run: int, flat_Q: Tensor, gradient_Q: Tensor) -> None:
         training = self.training

@@ -148,10 +148,10 @@ class Trainer:
         found = step_gradient(
             self.policy, rows, step, tokens_SL, _as(given, self.policy.dtype), objective, self.world, self.sharing
         )
-        norm_R = self.policy.step(found.gradient_RQ, self._stepping(step, found))
+        self.policy.step(found.gradient_RQ, found.norm_R, self._stepping(step, found))
         for name, what in not_reportable(step, self.runs, given, found).items():
             self.broken.setdefault(name, what)
-        extra = [{"grad_norm": norm, **values} for norm, values in zip(norm_R.tolist(), sampled, strict=True)]
+        extra = [{"grad_norm": norm, **values} for norm, values in zip(found.norm_R.tolist(), sampled, strict=True)]
         return self.reporter.step(
             self.taken,
             {at: self.runs[at] for at in takers if self.runs[at].name not in self.broken},
@@ -170,7 +170,7 @@ class Trainer:
         return training.layout_records and due
 
     def _stepping(self, step: RolloutBatch, found: Gradient) -> Tensor:
-        finite_R = self.policy.shards.finite(found.gradient_RQ)
+        finite_R = self.policy.shards.finite(found.gradient_RQ, found.norm_R)
         for run, finite in zip(self.runs, finite_R.tolist(), strict=True):
             if not finite:
                 self.broken.setdefault(run.name, "its gradient is not finite")

@@ -51,10 +51,12 @@ class StepTokens:
 
 @dataclass(frozen=True, eq=False)
 class Gradient:
-    """`gradient_RQ`: d loss / d the parameters of each run that this rank holds, summed over ranks; `log_probs_T`,
-    `entropy_T`: of the whole step; `own_log_probs_T`, `own_entropy_T`: as this rank has computed them, 0 at others' tokens."""
+    """`gradient_RQ`: d loss / d the parameters of each run that this rank holds, summed over ranks; `norm_R`: the 2-norm of all
+    of it, float64; `log_probs_T`, `entropy_T`: of the whole step; `own_log_probs_T`, `own_entropy_T`: as this rank has computed
+    them, 0 at others' tokens."""
 
     gradient_RQ: Tensor
+    norm_R: Tensor
     log_probs_T: Tensor
     entropy_T: Tensor
     own_log_probs_T: Tensor
@@ -150,7 +152,7 @@ def step_gradient(
             new_T[1, flat] = spread_T.detach().double().cpu()
     gradient_RQ = policy.summed(gradient_RQ, world)
     whole_T = world.add_up(new_T.clone())
-    return Gradient(gradient_RQ, *whole_T, *new_T)
+    return Gradient(gradient_RQ, policy.shards.norm(gradient_RQ), *whole_T, *new_T)
 
 
 def loss_of_rows(
