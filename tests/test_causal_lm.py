@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from aggcli.policy import causal_lm, chunked
 from aggcli.policy.causal_lm import causal_start, row_log_probs
 from aggcli.policy.generation import generate, gumbel, keys_of
 from aggcli.policy.loading import load_model
-from aggcli.policy.protocol import Noise
+from aggcli.policy.protocol import Noise, Shards
 from aggcli.world import ALONE
 from tests.tiny_models import FAMILIES, tiny, write_tiny
 
@@ -146,6 +147,13 @@ def test_runs_of_a_stack_learn_apart_and_go_on_from_their_state() -> None:
         gradient_RQ = gradient(one)
         one.step(gradient_RQ, one.shards.norm(gradient_RQ), torch.tensor([True, True]))
     assert torch.equal(policy.flat_RQ, again.flat_RQ)
+
+
+def test_rows_without_a_gradient_go_apart_unless_all_ranks_must_make_the_same_passes() -> None:
+    start = causal_start(tiny("qwen2"), settings_from({"dtype": "float64"}))
+    assert start.stack([1e-2], ALONE).fewest_apart == 1
+    cut: Any = SimpleNamespace(size=2)
+    assert causal_lm.CausalPolicy(start, [1e-2], Shards(cut)).fewest_apart is None
 
 
 def test_what_the_policy_that_all_runs_begin_as_samples_is_sampled_once(monkeypatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from aggcli.policy import loading
+from aggcli.policy.causal_lm import CausalPolicy
 from tests.cli import aggcli, records, refused
 from tests.tiny_models import LETTERS, write_tiny
 
@@ -195,6 +196,23 @@ def test_rollouts_trained_on_with_the_weights_that_sampled_them_have_a_ratio_of_
     assert line["grad_norm"] > 1e-3
     other = _trained_on(place, dump, capsys, tmp_path / "hotter", temperature=1.0)
     assert other["ratio_deviation"] > 1e-2, "the recorded log-probabilities are the old policy's"
+
+
+@pytest.mark.slow
+def test_a_model_learns_the_same_where_rows_without_a_gradient_go_apart(
+    place: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    told = {}
+    for name, fewest in (("apart", 1), ("whole", None)):
+        monkeypatch.setattr(CausalPolicy, "fewest_apart", fewest)
+        flags = _flags(place, modes=None, seeds=None, rollout_batch_size=6, n_samples_per_prompt=2)
+        assert aggcli(capsys, "run", *flags, "-o", tmp_path / name).code == 0
+        told[name] = records(tmp_path / name / "metrics.jsonl")
+    for apart, whole in zip(told["apart"], told["whole"], strict=True):
+        assert 0 < apart["zero_variance_groups"] < apart["groups"], "some rows have a gradient and some have none"
+        for number in ("pg_loss", "grad_norm", "entropy_loss", "sampler_mismatch", "raw_reward"):
+            assert apart[number] == pytest.approx(whole[number], rel=1e-9, abs=1e-15), number
 
 
 def test_token_ids_outside_of_the_vocabulary_and_rows_beyond_the_context_are_refused(

@@ -13,13 +13,14 @@ from torch import Tensor
 from aggcli import grid
 from aggcli.config import settings_from
 from aggcli.layout.schedule import parse_layout
+from aggcli.policy import stacked
 from aggcli.policy.protocol import Policy, Shards
 from aggcli.policy.transformer import Parameters, logits
 from aggcli.policy.weights import Optimizer
 from aggcli.training.report import Reporter
 from aggcli.training.rollout import SampledRollouts
 from aggcli.training.stack import RunSpec
-from aggcli.training.step import step_gradient, step_tokens
+from aggcli.training.step import apart, has_gradient, step_gradient, step_tokens
 from aggcli.world import ALONE, World
 from tests import closed_form
 from tests.fixtures import MODES, batch_of
@@ -28,6 +29,11 @@ from tests.train_worker import runs_of, setup_of, small, train
 
 DATA = Path(__file__).parent / "data"
 UPDATES = {"steps": 1, "num_iterations": 3, "lr": 3e-3, "layout_records": False}
+
+
+@pytest.fixture(autouse=True)
+def _rows_without_a_gradient_go_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked, "FEWEST_APART", 1)
 
 
 def _rollouts(setup: grid.Setup, run: RunSpec) -> SampledRollouts:
@@ -100,12 +106,12 @@ def _adamw(**options: Any) -> Any:
 
 @pytest.mark.parametrize(
     "penalties",
-    [{}, {"kl_coef": 0.3, "entropy_coef": 0.05}, {"kl_coef": 0.3, "kl_unbiased": True}],
-    ids=["plain", "KL and entropy", "unbiased KL"],
+    [{}, {"num_iterations": 1}, {"kl_coef": 0.3, "entropy_coef": 0.05}, {"kl_coef": 0.3, "kl_unbiased": True}],
+    ids=["plain", "one alone", "KL and entropy", "unbiased KL"],
 )
 @pytest.mark.parametrize("mode", few(MODES, fast=2))
 def test_three_sgd_updates_are_those_of_autograd_on_the_flat_formula(mode: str, penalties: dict[str, Any]) -> None:
-    setup = setup_of(**UPDATES | {"lr": 0.3}, **penalties, optimizer="sgd", clip_grad=0.0, eps_clip=0.05, eps_clip_high=0.1)
+    setup = setup_of(**UPDATES | {"lr": 0.3} | penalties, optimizer="sgd", clip_grad=0.0, eps_clip=0.05, eps_clip_high=0.1)
     (run,) = runs_of(setup, (mode,))
     found_P, expected_P = _trained(setup, run), _by_hand(setup, run, _sgd(lr=0.3))
     assert (found_P - expected_P).abs().max() < 1e-10
@@ -182,6 +188,92 @@ def test_a_step_that_a_run_does_not_take_leaves_no_trace_in_it(optimizer: str) -
     assert (flat_RQ[0] - leaf).abs().max() < 1e-15
 
 
+# -- rows without a gradient ------------------------------------------------------------------------------------------
+
+
+def test_rows_without_a_gradient_fill_the_first_pass_and_go_apart_where_they_are_enough() -> None:
+    row_RB = torch.tensor([[0, 1, 2, 3], [4, 5, 6, -1]])
+    learns_S = torch.tensor([False, True, False, True, False, True, False])
+    first, second = [[1, 3], [5, 4]], [[0, 2], [6, -1]]
+    assert [(rows.tolist(), learns) for rows, learns in apart(row_RB, learns_S, 3)] == [(first, True), (second, False)]
+    none_S = torch.zeros(7, dtype=torch.bool)
+    assert [(rows.tolist(), learns) for rows, learns in apart(row_RB, none_S, 7)] == [(row_RB.tolist(), False)]
+    last_S = torch.tensor([True, False, False, False, False, True, False])  # sample 0 is none of what pads
+    assert [rows.tolist() for rows, _ in apart(row_RB, last_S, 5)] == [[[0], [5]], [[1, 2, 3], [4, 6, -1]]]
+    for fewest, learning_S in ((4, learns_S), (None, learns_S), (8, none_S), (1, ~none_S)):
+        ((rows, learns),) = apart(row_RB, learning_S, fewest)
+        assert (rows.tolist(), learns) == (row_RB.tolist(), True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advantage", "mask", "expected"),
+    [
+        ({}, [1.0, 0.0, -1.0], [1, 1, 1], [True, False, True]),
+        ({}, [1.0, 1.0, 1.0], [1, 0, 1], [True, False, True]),
+        ({"kl_coef": 0.1}, [0.0, 0.0, 0.0], [1, 1, 0], [True, True, False]),
+        ({"entropy_coef": 0.1}, [0.0, 0.0, 0.0], [0, 1, 1], [False, True, True]),
+    ],
+)
+def test_a_row_has_a_gradient_by_its_advantage_its_weight_or_a_penalty(
+    settings: dict[str, float], advantage: list[float], mask: list[int], expected: list[bool]
+) -> None:
+    samples = [
+        {"response_length": 2, "total_length": 3, "group_index": 0, "reward": 0.0, "advantage": a, "loss_mask": [m, m]}
+        | {"log_probs": [-1.0, -1.0], "old_log_probs": [-1.0, -1.0]}
+        for a, m in zip(advantage, mask, strict=True)
+    ]
+    step, objective = batch_of(samples), settings_from({"loss_aggregation": "token_mean", **settings}).objective
+    given = step_tokens(step, [RunSpec("token_mean", 0, objective, 1.0)], parse_layout("dp1"), torch.float64)
+    reference_T = torch.zeros(6, dtype=torch.float64) if "kl_coef" in settings else None
+    assert has_gradient(step, given.beside(None, reference_T), objective).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"policy_loss": "gspo"}, {"policy_loss": "gmpo", "micro_batch_size": 5}, {"kl_coef": 0.3}, {"entropy_coef": 0.1}],
+)
+def test_a_stack_learns_the_same_whether_rows_without_a_gradient_go_apart_or_not(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = setup_of(**UPDATES | {"steps": 2, "lr": 0.03, "num_iterations": 1} | settings)
+    runs = runs_of(setup, ("sample_mean", "token_mean"), (0, 1))
+    taken: list[bool] = []
+    log_probs = stacked._SomeRuns.log_probs
+
+    def seen(self: stacked._SomeRuns, *given: Tensor) -> Any:
+        taken.append(torch.is_grad_enabled())
+        return log_probs(self, *given)
+
+    def passes(fewest: int) -> tuple[Tensor, int, int]:
+        taken.clear()
+        monkeypatch.setattr(stacked, "FEWEST_APART", fewest)
+        return train(setup, runs).flat_RQ, taken.count(True), taken.count(False)
+
+    monkeypatch.setattr(stacked._SomeRuns, "log_probs", seen)
+    (apart_RQ, with_1, without_1), (whole_RQ, with_2, without_2) = passes(1), passes(10**6)
+    assert (without_1 > without_2) == settings.keys().isdisjoint({"kl_coef", "entropy_coef"})
+    assert with_1 <= with_2
+    assert (apart_RQ - whole_RQ).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("iterations", "fewest"), [(1, {1}), (2, {None})])
+def test_rows_are_read_as_the_old_policy_read_them_so_that_a_ratio_of_1_is_1(
+    iterations: int, fewest: set[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, asked = setup_of(**UPDATES | {"num_iterations": iterations}), set[int | None]()
+
+    def seen(row_RB: Tensor, learns_S: Tensor, fewest: int | None) -> list[tuple[Tensor, bool]]:
+        asked.add(fewest)
+        return apart(row_RB, learns_S, fewest)
+
+    monkeypatch.setattr("aggcli.training.step.apart", seen)
+    (run,) = runs_of(setup, ("sample_mean",))
+    first, *_ = train(setup, [run]).reports[run.name]
+    assert asked == fewest
+    assert (first.values["ratio_max"], first.values["ratio_deviation"]) == (1.0, 0.0)
+    assert first.values["zero_variance_groups"], "some rows have no gradient"
+
+
 # -- TRL and slime --------------------------------------------------------------------------------------------------
 
 GOLDEN = json.loads((DATA / "slime_reducer.json").read_text())[0]
@@ -196,7 +288,7 @@ OF_PRESET = {"trl:grpo": "sample_mean", "trl:dr_grpo": "constant", "trl:dapo": "
 class Table:
     """A policy of one run whose parameters are the log-probabilities themselves; a row's first token is its number."""
 
-    device, runs, shards = torch.device("cpu"), slice(0, 1), Shards()
+    device, runs, shards, fewest_apart = torch.device("cpu"), slice(0, 1), Shards(), 1
 
     def __init__(self, table_1SC: Tensor) -> None:
         self.table_1SC = table_1SC

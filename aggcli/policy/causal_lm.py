@@ -90,6 +90,11 @@ class CausalPolicy:
     def dtype(self) -> torch.dtype:
         return self.flat_RQ.dtype
 
+    @property
+    def fewest_apart(self) -> int | None:
+        """See `Policy.fewest_apart`."""
+        return 1 if self.shards.world.size == 1 else None
+
     def threads(self) -> AbstractContextManager[None]:
         """See `Policy.threads`."""
         return self.start.threads()

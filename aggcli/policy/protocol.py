@@ -142,6 +142,12 @@ class Policy(Protocol):
         """Arithmetic of gradients and of per-token numbers."""
         ...
 
+    @property
+    def fewest_apart(self) -> int | None:
+        """How many rows without a gradient are worth a pass of their own, that takes none; None where every rank must make the
+        same passes."""
+        ...
+
     def threads(self) -> AbstractContextManager[None]:
         """The threads of torch's operations on this policy."""
         ...

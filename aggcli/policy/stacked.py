@@ -21,6 +21,8 @@ from aggcli.world import World
 
 RUNS_AT_ONCE = 10
 """Runs of one pass: enough that the work outweighs the calls, few enough for a core's cache."""
+FEWEST_APART = 256
+"""See `Policy.fewest_apart`: fewer rows cost less to differentiate than another pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +79,11 @@ class StackedTransformer:
     @property
     def dtype(self) -> torch.dtype:
         return self.weights.flat_RQ.dtype
+
+    @property
+    def fewest_apart(self) -> int:
+        """See `Policy.fewest_apart`."""
+        return FEWEST_APART
 
     def threads(self) -> AbstractContextManager[None]:
         """See `Policy.threads`."""

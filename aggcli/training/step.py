@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -132,27 +133,58 @@ def step_gradient(
     """The gradient of every run's loss over the whole step, and the step's log-probabilities.
 
     `rows`: this rank's micro-batches, each [R, B] sample positions, -1 where a run has fewer rows. Every micro-batch only
-    sums `w_t * l_t`; only sums cross ranks. With `given.old_log_probs_T` None the policy itself is the old one (ratio 1).
+    sums `w_t * l_t`; only sums cross ranks. Rows whose loss has no gradient, such as those of groups of equal rewards, go
+    through a pass without one where that pays. With `given.old_log_probs_T` None the policy itself is the old one (ratio 1).
     `objective` holds the settings that are the same for all runs; `sharing`: the ranks that hold parts of the same rows.
     """
     gradient_RQ = policy.no_gradient()  # and so it stays of a rank without rows
     rows = _as_many(rows, policy)
     new_T = torch.zeros(2, step.loss_mask_T.numel(), dtype=torch.float64)
+    learns_S = has_gradient(step, given, objective)
+    fewest = (
+        policy.fewest_apart if given.old_log_probs_T is None else None
+    )  # else rows are read as they were: a ratio of 1 is 1
     for some in policy.passes():
         for row_RB in rows:
-            laid_out = lay_out(step, tokens_SL, row_RB[some.runs])
-            log_prob_RBC, entropy_RBC, owned = some.log_probs(*laid_out.inputs)
-            place, flat = laid_out.owned(owned, policy.device)
-            own_T = log_prob_RBC.flatten()[place]
-            spread_T = entropy_RBC.flatten()[place]
-            loss = loss_of_rows(own_T, spread_T, flat, step, given, objective, policy.device, sharing)
-            if loss.requires_grad:  # a token of these runs is in this micro-batch
-                some.add_gradient(loss, gradient_RQ)
-            new_T[0, flat] = own_T.detach().double().cpu()
-            new_T[1, flat] = spread_T.detach().double().cpu()
+            for part_RB, learns in apart(row_RB[some.runs], learns_S, fewest):
+                laid_out = lay_out(step, tokens_SL, part_RB)
+                with nullcontext() if learns else torch.no_grad():
+                    log_prob_RBC, entropy_RBC, owned = some.log_probs(*laid_out.inputs)
+                place, flat = laid_out.owned(owned, policy.device)
+                own_T = log_prob_RBC.flatten()[place]
+                spread_T = entropy_RBC.flatten()[place]
+                if learns:
+                    loss = loss_of_rows(own_T, spread_T, flat, step, given, objective, policy.device, sharing)
+                    if loss.requires_grad:  # a token of these runs is in this micro-batch
+                        some.add_gradient(loss, gradient_RQ)
+                new_T[0, flat] = own_T.detach().double().cpu()
+                new_T[1, flat] = spread_T.detach().double().cpu()
     gradient_RQ = policy.summed(gradient_RQ, world)
     whole_T = world.add_up(new_T.clone())
     return Gradient(gradient_RQ, policy.shards.norm(gradient_RQ), *whole_T, *new_T)
+
+
+def has_gradient(step: RolloutBatch, given: StepTokens, objective: ObjectiveConfig) -> Tensor:
+    """Whether the loss of each sample has a gradient, bool [S]: a token of it has an advantage and a weight that are not 0, or
+    a KL or entropy term. Every policy loss is 0 where the advantage is, at any log-probability."""
+    moves_T = (given.loss_weight_T != 0) & (given.advantages_T != 0)
+    if given.ref_log_probs_T is not None:
+        moves_T |= given.kl_weight_T * given.kl_coef_T != 0
+    if objective.entropy_coef:
+        moves_T |= given.entropy_weight_T != 0
+    return step.count_S(moves_T) > 0
+
+
+def apart(row_RB: Tensor, learns_S: Tensor, fewest: int | None) -> list[tuple[Tensor, bool]]:
+    """A micro-batch in two, whose second part no gradient comes from (False), where that has at least so many rows: as many
+    columns as the run with most rows that one comes from needs are the first."""
+    learns_RB = (row_RB >= 0) & learns_S[row_RB.clamp(min=0)]
+    ordered_RB = row_RB.gather(1, learns_RB.long().argsort(dim=1, descending=True, stable=True))
+    learning = int(learns_RB.sum(1).max())
+    first_RB, second_RB = ordered_RB[:, :learning], ordered_RB[:, learning:]
+    if fewest is None or int((second_RB >= 0).sum()) < fewest:
+        return [(row_RB, True)]
+    return [(first_RB, True), (second_RB, False)] if learning else [(second_RB, False)]
 
 
 def loss_of_rows(
