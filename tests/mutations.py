@@ -29,6 +29,14 @@ class Mutation:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # -- sentences --
+    Mutation(
+        "what layouts are apart at most is rounded to the nearest",
+        "measurement/words.py",
+        "ROUND_CEILING)) if exact",
+        "None)) if exact",
+        ("tests/test_terminal.py",),
+    ),
     # -- checks and what is drawn --
     Mutation(
         "the layout check of a replay looks at pg_loss alone",
@@ -209,6 +217,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/test_groups.py",),
     ),
     # -- training --
+    Mutation(
+        "rows with a KL term alone are taken to have no gradient",
+        "training/step.py",
+        "        moves_T |= given.kl_weight_T * given.kl_coef_T != 0\n",
+        "        pass\n",
+        ("tests/test_training_update.py",),
+    ),
+    Mutation(
+        "a long prompt sees itself in none of its pieces",
+        "policy/packing.py",
+        "np.where(is_first_K[begins_K], 0, _only_seen(P))",
+        "np.full(int(begins_K.sum()), _only_seen(P))",
+        ("tests/test_policy.py",),
+    ),
     Mutation(
         "the entropy bonus is a penalty",
         "training/step.py",
