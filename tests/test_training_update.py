@@ -256,11 +256,19 @@ def test_a_stack_learns_the_same_whether_rows_without_a_gradient_go_apart_or_not
     assert (apart_RQ - whole_RQ).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize(("iterations", "fewest"), [(1, {1}), (2, {None})])
-def test_rows_are_read_as_the_old_policy_read_them_so_that_a_ratio_of_1_is_1(
-    iterations: int, fewest: set[int | None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "fewest"),
+    [
+        ({"num_iterations": 1}, {1}),
+        ({"num_iterations": 2}, {None}),
+        ({"num_iterations": 1, "kl_coef": 0.1, "kl_estimator": "k2", "mask_truncated": True}, {None}),
+    ],
+    ids=["neither", "old policy", "reference"],
+)
+def test_rows_are_read_as_other_policies_read_them_so_that_what_has_not_moved_is_not_apart(
+    settings: dict[str, Any], fewest: set[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup, asked = setup_of(**UPDATES | {"num_iterations": iterations}), set[int | None]()
+    setup, asked = setup_of(**UPDATES | settings), set[int | None]()
 
     def seen(row_RB: Tensor, learns_S: Tensor, fewest: int | None) -> list[tuple[Tensor, bool]]:
         asked.add(fewest)
@@ -271,6 +279,7 @@ def test_rows_are_read_as_the_old_policy_read_them_so_that_a_ratio_of_1_is_1(
     first, *_ = train(setup, [run]).reports[run.name]
     assert asked == fewest
     assert (first.values["ratio_max"], first.values["ratio_deviation"]) == (1.0, 0.0)
+    assert first.values.get("kl_loss", 0.0) == 0.0
     assert first.values["zero_variance_groups"], "some rows have no gradient"
 
 

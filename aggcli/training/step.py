@@ -141,9 +141,8 @@ def step_gradient(
     rows = _as_many(rows, policy)
     new_T = torch.zeros(2, step.loss_mask_T.numel(), dtype=torch.float64)
     learns_S = has_gradient(step, given, objective)
-    fewest = (
-        policy.fewest_apart if given.old_log_probs_T is None else None
-    )  # else rows are read as they were: a ratio of 1 is 1
+    is_alone = given.old_log_probs_T is None and given.ref_log_probs_T is None
+    fewest = policy.fewest_apart if is_alone else None  # else rows are read as they were: what has not moved is not apart
     for some in policy.passes():
         for row_RB in rows:
             for part_RB, learns in apart(row_RB[some.runs], learns_S, fewest):
