@@ -145,18 +145,15 @@ class PackedAttention(Function):
         for at, (pieces, grad_out) in enumerate(zip(layout.bins, grad_mixed.split(sizes), strict=True)):
             own, weight = ctx.saved_tensors[2 * at : 2 * at + 2]
             query, key, value = own.flatten(1, 2)
-            N, L = pieces.token_NL.shape
+            (N, L), only_seen = pieces.token_NL.shape, pieces.only_seen
             grad_out = grad_out.view(N, -1, heads, D // heads).transpose(1, 2).reshape(N * heads, -1, D // heads)
             grad_score = torch.ops.aten._softmax_backward_data(torch.bmm(grad_out, value.mT), weight, -1, weight.dtype)
             grad_score.mul_(query.shape[-1] ** -0.5)
             grad_own = torch.empty_like(own)
             grad_query, grad_key, grad_value = grad_own.flatten(1, 2)
-            if only := pieces.only_seen:
-                grad_query[:, :only] = 0.0
-                grad_query[:, only:] = torch.bmm(grad_score, key)
-            else:
-                torch.bmm(grad_score, key, out=grad_query)
-            torch.bmm(grad_score.mT, query[:, only:], out=grad_key)
+            grad_query[:, :only_seen] = 0.0
+            torch.bmm(grad_score, key, out=grad_query[:, only_seen:])
+            torch.bmm(grad_score.mT, query[:, only_seen:], out=grad_key)
             torch.bmm(weight.mT, grad_out, out=grad_value)
             grad_qkv.index_add_(0, pieces.token_NL.flatten(), grad_own.permute(1, 3, 0, 2, 4).reshape(N * L, 3 * D))
         return grad_qkv.view(R, T, -1), None, None

@@ -151,8 +151,8 @@ def _bins(pieces: _Pieces, tree: _Tree, G: int, P: int, T: int) -> tuple[tuple[B
         for start, end in cuts(pieces.size_Q[these_Q], BIN_COST, partial(cost_of_piece, only_seen=only_seen)):
             some = these_Q[start:end]
             L = max(int(pieces.size_Q[some[-1]]), FEWEST_PLACES)
-            token, number, end = (_tensor(value_QL[some, :L]) for value_QL in (token_QL, number_QL, end_QL))
-            bins.append(Bin(token, number, end, only_seen))
+            token_NL, number_NL, end_NL = (_tensor(value_QL[some, :L]) for value_QL in (token_QL, number_QL, end_QL))
+            bins.append(Bin(token_NL, number_NL, end_NL, only_seen))
             start_Q[some] = filled + (L - only_seen) * np.arange(some.size) - only_seen
             filled += (L - only_seen) * some.size
     piece_RG = np.full((R, G), -1)
@@ -200,15 +200,16 @@ class _Pieces:
 def _begins(is_first_K: np.ndarray, length_K: np.ndarray, shared_K: np.ndarray, P: int) -> np.ndarray:
     """Which leaves begin a piece: the first of each prompt, and others that would add more to the piece before than they cost
     alone, or than its leaves cost by the mean, so that pieces do not go on growing where prompts are long."""
-    begins, size, leaves, only_seen = [], 0, 0, 0
+    begins, size, leaves, only_seen, later = [], 0, 0, 0, _only_seen(P)
     for is_first, length, shared in zip(is_first_K.tolist(), length_K.tolist(), shared_K.tolist(), strict=True):
         alone, joined = P + length, size + length - shared
-        added = cost_of_piece(joined, only_seen) - cost_of_piece(size, only_seen)
-        most = min(cost_of_piece(alone, _only_seen(P)), cost_of_piece(size, only_seen) / max(leaves, 1))
-        begins.append(is_first or added > most)
-        size, leaves = (alone, 1) if begins[-1] else (joined, leaves + 1)
+        cost = cost_of_piece(size, only_seen)
+        added = cost_of_piece(joined, only_seen) - cost
+        begins.append(is_first or added > min(cost_of_piece(alone, later), cost / leaves))
         if begins[-1]:
-            only_seen = 0 if is_first else _only_seen(P)
+            size, leaves, only_seen = alone, 1, 0 if is_first else later
+        else:
+            size, leaves = joined, leaves + 1
     return np.array(begins)
 
 

@@ -18,7 +18,7 @@ from aggcli.policy.protocol import Policy
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.training.rows import rows_of_rank
 from aggcli.training.stack import RunSpec
-from aggcli.training.step import lay_out, loss_of_rows, step_tokens
+from aggcli.training.step import loss_of_rows, read, step_tokens
 from aggcli.world import ALONE
 
 WHOLE = "all parameters"
@@ -56,10 +56,7 @@ def mode_gradients(
     by_token_MT = torch.zeros(len(runs), step.loss_mask_T.numel(), dtype=torch.float64)
     (some,) = policy.passes()
     for row_RB in rows_of_rank(step, 1, layout, ALONE):
-        laid_out = lay_out(step, tokens_SL, row_RB)
-        log_prob_RBC, entropy_RBC, owned = some.log_probs(*laid_out.inputs)
-        place, flat = laid_out.owned(owned, policy.device)
-        own_T, spread_T = log_prob_RBC.flatten()[place], entropy_RBC.flatten()[place]
+        flat, own_T, spread_T = read(some, step, tokens_SL, row_RB, policy.device)
         for mode, of_mode in enumerate(given):
             of_mode = of_mode.beside(old_T, reference_T)
             loss = loss_of_rows(own_T, spread_T, flat, step, of_mode, objective, policy.device)

@@ -15,7 +15,7 @@ from aggcli.objective.policy_loss import OF_SEQUENCES, averaged_log_ratio, kl_te
 from aggcli.objective.step import OWN_WEIGHTS
 from aggcli.objective.weighing import weighing_of
 from aggcli.objective.weights import aggregate, need_no_nan, rule_weights
-from aggcli.policy.protocol import Policy
+from aggcli.policy.protocol import Pass, Policy
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rules import Rule
 from aggcli.training.rows import schedules_of_runs
@@ -144,23 +144,29 @@ def step_gradient(
     is_alone = given.old_log_probs_T is None and given.ref_log_probs_T is None
     fewest = policy.fewest_apart if is_alone else None  # else rows are read as they were: what has not moved is not apart
     for some in policy.passes():
-        for row_RB in rows:
-            for part_RB, learns in apart(row_RB[some.runs], learns_S, fewest):
-                laid_out = lay_out(step, tokens_SL, part_RB)
-                with nullcontext() if learns else torch.no_grad():
-                    log_prob_RBC, entropy_RBC, owned = some.log_probs(*laid_out.inputs)
-                place, flat = laid_out.owned(owned, policy.device)
-                own_T = log_prob_RBC.flatten()[place]
-                spread_T = entropy_RBC.flatten()[place]
-                if learns:
-                    loss = loss_of_rows(own_T, spread_T, flat, step, given, objective, policy.device, sharing)
-                    if loss.requires_grad:  # a token of these runs is in this micro-batch
-                        some.add_gradient(loss, gradient_RQ)
-                new_T[0, flat] = own_T.detach().double().cpu()
-                new_T[1, flat] = spread_T.detach().double().cpu()
+        for part_RB, learns in [part for row_RB in rows for part in apart(row_RB[some.runs], learns_S, fewest)]:
+            with nullcontext() if learns else torch.no_grad():
+                at, own_T, spread_T = read(some, step, tokens_SL, part_RB, policy.device)
+            if learns:
+                loss = loss_of_rows(own_T, spread_T, at, step, given, objective, policy.device, sharing)
+                if loss.requires_grad:  # a token of these runs is in this micro-batch
+                    some.add_gradient(loss, gradient_RQ)
+            new_T[0, at] = own_T.detach().double().cpu()
+            new_T[1, at] = spread_T.detach().double().cpu()
     gradient_RQ = policy.summed(gradient_RQ, world)
     whole_T = world.add_up(new_T.clone())
     return Gradient(gradient_RQ, policy.shards.norm(gradient_RQ), *whole_T, *new_T)
+
+
+def read(
+    some: Pass, step: RolloutBatch, tokens_SL: Tensor, row_RB: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a pass of some runs gives of their rows, at the response tokens that this rank has computed: their flat positions in
+    the step, on the CPU, their log-probabilities and entropies in nats, [N] each."""
+    laid_out = lay_out(step, tokens_SL, row_RB)
+    log_prob_RBC, entropy_RBC, owned_RBC = some.log_probs(*laid_out.inputs)
+    place, at = laid_out.owned(owned_RBC, device)
+    return at, log_prob_RBC.flatten()[place], entropy_RBC.flatten()[place]
 
 
 def has_gradient(step: RolloutBatch, given: StepTokens, objective: ObjectiveConfig) -> Tensor:
@@ -177,12 +183,13 @@ def has_gradient(step: RolloutBatch, given: StepTokens, objective: ObjectiveConf
 def apart(row_RB: Tensor, learns_S: Tensor, fewest: int | None) -> list[tuple[Tensor, bool]]:
     """A micro-batch in two, whose second part no gradient comes from (False), where that has at least so many rows: as many
     columns as the run with most rows that one comes from needs are the first."""
-    learns_RB = (row_RB >= 0) & learns_S[row_RB.clamp(min=0)]
-    ordered_RB = row_RB.gather(1, learns_RB.long().argsort(dim=1, descending=True, stable=True))
+    is_row_RB = row_RB >= 0
+    learns_RB = is_row_RB & learns_S[row_RB.clamp(min=0)]
     learning = int(learns_RB.sum(1).max())
-    first_RB, second_RB = ordered_RB[:, :learning], ordered_RB[:, learning:]
-    if fewest is None or int((second_RB >= 0).sum()) < fewest:
+    if fewest is None or int((is_row_RB.sum(1) - learning).clamp(min=0).sum()) < fewest:
         return [(row_RB, True)]
+    ordered_RB = row_RB.gather(1, learns_RB.long().argsort(dim=1, descending=True, stable=True))
+    first_RB, second_RB = ordered_RB[:, :learning], ordered_RB[:, learning:]
     return [(first_RB, True), (second_RB, False)] if learning else [(second_RB, False)]
 
 
@@ -258,10 +265,8 @@ def all_log_probs(
     with torch.no_grad():
         for some in policy.passes(reference=reference):
             for row_RB in rows:
-                laid_out = lay_out(step, tokens_SL, row_RB[some.runs])
-                log_prob_RBC, _, owned = some.log_probs(*laid_out.inputs)
-                place, flat = laid_out.owned(owned, policy.device)
-                found_T[flat] = log_prob_RBC.flatten()[place].double().cpu()
+                at, own_T, _ = read(some, step, tokens_SL, row_RB[some.runs], policy.device)
+                found_T[at] = own_T.double().cpu()
     return world.add_up(found_T)
 
 
