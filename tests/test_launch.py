@@ -22,6 +22,7 @@ from aggcli import grid
 from aggcli.cli import live
 from aggcli.config import ObjectiveConfig
 from aggcli.errors import FAULT, RecordError, told
+from aggcli.interrupts import none_dropped
 from aggcli.jobs import training
 from aggcli.jobs.listening import Progress
 from aggcli.launch import Launcher, Link, Outcome, ShareFailed, Work, processes
@@ -211,6 +212,67 @@ def test_shares_that_do_not_hear_are_ended_with_the_iterator(monkeypatch: pytest
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+class _Interrupted:
+    """Sends a signal to its own process while it is thrown away, where Python drops what a handler raises."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+        time.sleep(0.001)  # in which the handler is called
+
+
+def _interrupted_while_it_throws_away(number: int, link: Link) -> str:
+    _Interrupted(number)
+    time.sleep(20)
+    return "went on"
+
+
+def test_an_interrupt_that_python_would_drop_ends_a_share_all_the_same(capfd) -> None:
+    began = time.monotonic()
+    outcomes, _ = _outcomes(_interrupted_while_it_throws_away, [processes.AT_ONCE], Processes(1))
+    assert [outcome.is_interrupted for outcome in outcomes] == [True]
+    assert time.monotonic() - began < 15
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("number", "ignored"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)])
+def test_an_interrupt_that_python_would_drop_ends_a_command_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys, number: int, ignored: bool
+) -> None:
+    """`ignored`: in the background of a shell Ctrl-C is, and SIGTERM is not."""
+
+    def app(*given: object, **named: object) -> None:
+        _Interrupted(number)
+        time.sleep(20)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("aggcli.cli.main.app", app)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    hook = sys.unraisablehook
+    try:
+        told = aggcli(capsys, "run")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (told.code, told.err) == (130, "aggcli: interrupted; what was recorded is kept\n")
+    assert sys.unraisablehook is hook
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_other_errors_that_python_drops_are_shown_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: shown.append(dropped.exc_type))
+
+    class Broken:
+        def __del__(self) -> None:
+            raise ZeroDivisionError
+
+    with none_dropped(lambda: None):
+        Broken()
+    assert shown == [ZeroDivisionError]
 
 
 def test_closed_standard_streams_are_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from aggcli.cli.completion import whole_words
 from aggcli.cli.console import say_error, set_invocation
 from aggcli.cli.live import Terminal
 from aggcli.errors import DEBUG, ExitCode, print_traceback, told
+from aggcli.interrupts import none_dropped
 from aggcli.jobs.listening import heard_by
 from aggcli.lifeline import started_here
 from aggcli.version import __version__
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_invocation(given)
     with _debugging("--debug" in given), _ended_by_sigterm(), heard_by(Terminal()), whole_words():
         try:
-            code = app([argument for argument in given if argument != "--debug"], prog_name="aggcli", standalone_mode=False)
+            with none_dropped(_interrupt_again):
+                code = app([one for one in given if one != "--debug"], prog_name="aggcli", standalone_mode=False)
         except (KeyboardInterrupt, typer.Abort):
             return _interrupted()
         except typer.TyperException as error:
@@ -116,6 +118,12 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _interrupt_again() -> None:
+    """As whoever is in charge of interrupts now has it; where Ctrl-C is ignored it was SIGTERM."""
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.raise_signal(signal.SIGTERM if is_ignored else signal.SIGINT)
 
 
 def _unread() -> int:

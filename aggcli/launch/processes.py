@@ -23,6 +23,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from aggcli.errors import ExitCode, print_traceback, signal_name, told
+from aggcli.interrupts import none_dropped
 from aggcli.launch import Hear, Outcome, ShareFailed, Work
 from aggcli.launch.server import FOLDER, end_with_server
 from aggcli.lifeline import LAUNCHER
@@ -212,7 +213,7 @@ class _Far:
     def __init__(self, link: Connection) -> None:
         self._link, self._is_asked = link, False
         signal.signal(signal.SIGTERM, self._ask)
-        signal.signal(AT_ONCE, self._end)
+        signal.signal(AT_ONCE, lambda number, frame: self.end())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -233,10 +234,11 @@ class _Far:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self._is_asked:
-            self._end(number, frame)
+            self.end()
         self._is_asked = True
 
-    def _end(self, number: int, frame: FrameType | None) -> None:
+    def end(self) -> None:
+        """End at once: what is told to it from now on is no news."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(AT_ONCE, signal.SIG_IGN)
         raise KeyboardInterrupt
@@ -247,15 +249,16 @@ def _work(link: Connection, environment: dict[str, str], threads: int, given: by
     code = int(ExitCode.INTERRUPTED)
     far = _Far(link)
     try:
-        os.environ.clear()
-        os.environ |= {**environment, LAUNCHER: str(os.getppid())}
-        end_with_server()
-        import torch
+        with none_dropped(far.end):
+            os.environ.clear()
+            os.environ |= {**environment, LAUNCHER: str(os.getppid())}
+            end_with_server()
+            import torch
 
-        if threads:  # else as many as torch takes by itself
-            torch.set_num_threads(threads)
-        work, share = pickle.loads(given)
-        far.say("done", work(share, far))
+            if threads:  # else as many as torch takes by itself
+                torch.set_num_threads(threads)
+            work, share = pickle.loads(given)
+            far.say("done", work(share, far))
         code = int(ExitCode.DONE)
     except KeyboardInterrupt:
         with contextlib.suppress(KeyboardInterrupt):
