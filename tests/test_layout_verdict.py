@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from aggcli.analysis.frames import read_frames
 from aggcli.records import read_lines
+from aggcli.report.base import NothingToDraw
+from aggcli.report.layout_deviation import layout_deviation
 from tests.test_page import Page, report
 from tests.test_plot import write_lines, write_run
 
@@ -54,3 +57,42 @@ def test_each_run_is_judged_by_its_own_dtype(tmp_path: Path) -> None:
         " rounding in float64" in Page(report(coarse, exact)).text
     )
     assert "changes nothing but rounding: pg_loss differs by at most 1.1e-05" in Page(report(coarse)).text
+
+
+def test_what_is_at_most_is_so_of_runs_of_every_dtype(tmp_path: Path) -> None:
+    """5e-10 is nearest to its limit, 1.04e-5 the largest; both are rounding."""
+    coarse, exact = moved_run(tmp_path / "coarse", "bfloat16", 1.04e-5), moved_run(tmp_path / "exact", "float64", 5e-10)
+    assert (
+        "pg_loss differs by at most 1.1e-05 of the sum of its absolute terms, where differences up to 0.0001 are taken for"
+        " rounding in bfloat16 and up to 1e-09 in float64 (2 layouts, " in Page(report(coarse, exact)).text
+    )
+
+
+@pytest.mark.parametrize(
+    ("moved", "said", "drawn"),
+    [
+        (1e-7, "A layout changes pg_loss by 1.0e-07 of ", None),
+        (0.0, "The layout changes nothing: pg_loss is the same to the last bit (", "the same to the last bit in 1 of 2 "),
+        (1e-12, "The layout changes nothing but rounding: pg_loss differs by at most ", "the layouts differ by at most "),
+    ],
+)
+def test_a_layout_without_a_loss_hides_nothing_of_the_others(
+    tmp_path: Path, moved: float, said: str, drawn: str | None
+) -> None:
+    whole, lacks = moved_run(tmp_path / "whole", None, moved), moved_run(tmp_path / "lacks", None, 0.0)
+    lines = list(read_lines(lacks / "layouts.jsonl"))
+    write_lines(lacks / "layouts.jsonl", [lines[0], {**lines[1], "pg_loss": None}])
+    text = Page(report(whole, lacks)).text
+    assert said in text
+    assert "In 1 of 2 comparisons one of the two layouts has no pg_loss." in text
+    frames = read_frames([whole, lacks])
+    if drawn is None:
+        assert layout_deviation(frames).axes
+    else:
+        with pytest.raises(NothingToDraw, match=f"{drawn}.*; 1 of 2 comparisons of layouts has no loss under one of the two"):
+            layout_deviation(frames)
+    alone = Page(report(lacks)).text
+    assert "In 1 of 1 comparison one of the two layouts has no pg_loss." in alone
+    assert "The layout changes nothing" not in alone
+    with pytest.raises(NothingToDraw, match="1 of 1 comparison of layouts has no loss under one of the two"):
+        layout_deviation(read_frames([lacks]))

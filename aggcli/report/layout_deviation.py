@@ -52,12 +52,10 @@ def layout_deviation(frames: Frames) -> Figure:
     deviation = numbers(found, "deviation")
     limit_of = {run.label: tolerance_of(run.settings) for run in frames.runs}
     limits = np.array([limit_of[label][1] for label in found["run"]])
-    if not np.nan_to_num(deviation, posinf=0).any():
-        raise NothingToDraw(f"pg_loss is the same to the last bit in all {plural(len(found), 'comparison')} of layouts")
     rounding = rows(found, deviation <= limits)
     drawn = rows(found, np.isfinite(deviation) & (deviation > limits))
     if not len(drawn):
-        raise NothingToDraw(f"the {_rounding_in_words(rounding, limit_of)}")
+        raise NothingToDraw(_nothing_drawn(found, rounding, limit_of))
     names = list(dict.fromkeys(drawn["layout"]))
     first = {run.mode: replace(run, label=run.mode) for run in frames.runs}
     looks = [look for look in style.looks(list(first.values())) if look.mode in set(drawn["mode"])]
@@ -106,6 +104,18 @@ def _frame(axes: Axes, names: list[str], drawn: np.ndarray, reference: str) -> N
     style.label_x(axes, f"difference from the loss under {reference}, over its absolute terms")
 
 
+def _nothing_drawn(found: pd.DataFrame, rounding: pd.DataFrame, limit_of: Mapping[str, tuple[str, float]]) -> str:
+    missing, compared = len(found) - len(rounding), f"{plural(len(found), 'comparison')} of layouts"
+    without = f"{missing} of {compared} {'has' if missing == 1 else 'have'} no loss under one of the two"
+    if not len(rounding):
+        return without
+    if numbers(rounding, "deviation").any():
+        said = f"the {_rounding_in_words(rounding, limit_of)}"
+        return f"{said}; {without}" if missing else said
+    some = f"{len(rounding)} of {compared}; {without}" if missing else f"all {compared}"
+    return f"pg_loss is the same to the last bit in {some}"
+
+
 def _left_out(found: pd.DataFrame, rounding: pd.DataFrame, limit_of: Mapping[str, tuple[str, float]]) -> str:
     missing = int(np.isinf(numbers(found, "deviation")).sum())
     texts = ["a dot: one step of one run"]
@@ -114,7 +124,7 @@ def _left_out(found: pd.DataFrame, rounding: pd.DataFrame, limit_of: Mapping[str
             f"not drawn: {len(rounding)} of {plural(len(found), 'difference')}; these {_rounding_in_words(rounding, limit_of)}"
         )
     if missing:
-        texts.append(f"{missing} have no loss under one of the two layouts")
+        texts.append(f"{plural(missing, 'has', 'have')} no loss under one of the two layouts")
     return "; ".join(texts)
 
 
@@ -124,7 +134,7 @@ def _rounding_in_words(rounding: pd.DataFrame, limit_of: Mapping[str, tuple[str,
     if most == 0:
         return "layouts have the same loss, to the last bit"
     limits = dict(limit_of[label] for label in rounding["run"])
-    taken = " and ".join(f"up to {limit:g} in {dtype}" for dtype, limit in limits.items())
+    taken = listed([f"up to {limit:g} in {dtype}" for dtype, limit in limits.items()])
     return (
         f"layouts differ by at most {at_most(most, 2):.1e} of the absolute terms of pg_loss, and {taken} is taken for rounding"
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 
 from aggcli.analysis.comparison import Comparison
-from aggcli.analysis.frames import Frames, numbers
+from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.analysis.recorded import what_no_mode_changes
 from aggcli.analysis.tolerance import tolerance_of
 from aggcli.measurement.words import at_most, listed, plural
@@ -79,28 +80,47 @@ def _uncertainty_of_others(findings: Findings, comparison: Comparison) -> list[s
 
 
 def layouts(frames: Frames, findings: Findings) -> str:
-    """Whether the layout moved pg_loss, with the largest difference over the sum of its absolute terms, by the limit of the
-    dtype that each run recorded; empty where nothing could be compared.
+    """Whether the layout moved pg_loss, with the difference over the sum of its absolute terms, by the limit of the dtype that
+    each run recorded: the largest, or of those beyond their limit the one that is so by most. Empty where nothing could be
+    compared.
     """
     found = layout_deviations(frames)
     if not len(found):
         return ""
-    deviation = numbers(found, "deviation")
     names = len(set(found["layout"])) + len(set(found["reference"]) - set(found["layout"]))
     over = f"{plural(names, 'layout')}, {plural(len(found), 'comparison')}"
+    has_both = np.isfinite(numbers(found, "deviation"))
+    missing = int((~has_both).sum())
+    without = f"In {missing} of {plural(len(found), 'comparison')} one of the two layouts has no pg_loss." if missing else ""
+    return " ".join(filter(None, [_moved(rows(found, has_both), frames, findings, over), without]))
+
+
+def _moved(found: pd.DataFrame, frames: Frames, findings: Findings, over: str) -> str:
+    """How far pg_loss differs in comparisons in which both layouts have it."""
+    if not len(found):
+        return ""
+    deviation = numbers(found, "deviation")
     if deviation.max() == 0:
         return f"The layout changes nothing: pg_loss is the same to the last bit ({over})."
-    if np.isinf(deviation).any():
-        return f"Some layouts have no pg_loss where others have one ({over})."
     settings = {run.directory: run.settings for run in findings.runs}
     of_run = {run.label: tolerance_of(settings.get(run.directory, {})) for run in frames.runs}
     limits = [of_run[label] for label in found["run"]]
     worst = int((deviation / [limit for _, limit in limits]).argmax())
-    dtype, limit = limits[worst]
-    of = f"of the sum of its absolute terms, where differences up to {limit:g} are taken for rounding in {dtype} ({over})"
-    if deviation[worst] > limit:
+    terms = "of the sum of its absolute terms, where differences"
+    if deviation[worst] > limits[worst][1]:
+        of = f"{terms} {_taken_for_rounding(limits[worst : worst + 1])} ({over})"
         return f"A layout changes pg_loss by {deviation[worst]:.1e} {of}; the figure of the layouts shows which."
-    return f"The layout changes nothing but rounding: pg_loss differs by at most {at_most(deviation[worst], 2):.1e} {of}."
+    most = at_most(deviation.max(), 2)
+    of = f"{terms} {_taken_for_rounding(limits)} ({over})"
+    return f"The layout changes nothing but rounding: pg_loss differs by at most {most:.1e} {of}."
+
+
+def _taken_for_rounding(limits: list[tuple[str, float]]) -> str:
+    """`up to 1e-09 are taken for rounding in float64 and up to 0.0001 in float32`."""
+    (dtype, limit), *others = dict(limits).items()
+    return listed(
+        [f"up to {limit:g} are taken for rounding in {dtype}", *(f"up to {more:g} in {name}" for name, more in others)]
+    )
 
 
 def _floor(comparison: Comparison) -> float | None:
