@@ -124,11 +124,14 @@ class _Decoder:
             cache = part.new_empty(2, P + self.length, R * G, *part.shape[2::2])
             cache[:, :P] = part[1:].permute(0, 3, 1, 2, 4)
             self.caches.append(cache)
-            mixed_BLD, *_ = attended(pad(part, (0, 0, 0, missing)), causal, scale=1.0)
-            return mixed_BLD[:, :P].reshape(R, G * P, -1)
+            pieces = qkv_RTX.view(-1, filled, 3, self.config.heads, self.config.head_width).permute(2, 0, 3, 1, 4)
+            mixed_NLD, *_ = attended(pad(pieces, (0, 0, 0, len(seen) - filled)), seen, scale=self.weights.score)
+            return mixed_NLD[:, :filled].reshape(R, G * P, -1)
 
-        missing = max(FEWEST_PLACES - P, 0)  # what pads stands behind
-        causal = prompts_RPL.new_full((P + missing, P + missing), float("-inf"), dtype=self.noise_LM1.dtype).triu_(1)
+        filled = P * max((several for several in range(1, FEWEST_PLACES // P + 1) if G % several == 0), default=1)
+        place = torch.arange(max(filled, FEWEST_PLACES), device=prompts_RPL.device)
+        sees = (place[:, None] // P == place // P) & (place[:, None] >= place)  # one prompt of a piece no other, nor what pads
+        seen = torch.where(sees, 0.0, float("-inf")).to(self.noise_LM1.dtype)
         places, rows, _ = self.weights.embedding_LVD.shape
         at_RGP = prompts_RPL + self._there(self.first_token_R)[:, None, None]
         at_RGP += torch.arange(P, device=at_RGP.device) * rows
@@ -227,8 +230,9 @@ class _Decoder:
     def _through(self, x_RTD: Tensor, attend: Attend) -> Tensor:
         """All blocks: embeddings [R, T, D] -> the direction of the hidden states [R, T, D]."""
         for layer, (qkv, attention_out, mlp_in, mlp_out) in enumerate(self.weights.layers):
-            x_RTD = torch.baddbmm(x_RTD, attend(layer, torch.bmm(_direction(x_RTD), qkv)), attention_out)
-            x_RTD = torch.baddbmm(x_RTD, torch.bmm(_direction(x_RTD), mlp_in).relu_(), mlp_out)
+            mixed_RTD = attend(layer, torch.bmm(_direction(x_RTD), qkv))
+            x_RTD = torch.baddbmm(x_RTD, mixed_RTD, attention_out, alpha=self.weights.root)
+            x_RTD = torch.baddbmm(x_RTD, torch.bmm(_direction(x_RTD), mlp_in).relu_(), mlp_out, alpha=self.weights.root)
         return _direction(x_RTD)
 
     def _predict(self, direction_RND: Tensor) -> None:
@@ -242,7 +246,7 @@ class _Decoder:
         cache.select(1, place).copy_(parts_3NHd.narrow(0, 1, 2))
         key_LNHd, value_LNHd = cache.narrow(1, 0, place + 1).unbind(0)
         product = (key_LNHd * parts_3NHd.select(0, 0)).view(-1, width)
-        weight_LNH1 = torch.mv(product, self.weights.ones).view(place + 1, -1, heads, 1).softmax(0)
+        weight_LNH1 = torch.mv(product, self.weights.scores).view(place + 1, -1, heads, 1).softmax(0)
         return (value_LNHd * weight_LNH1).sum(0).view(self.runs, self.prefixes, -1)
 
     def finished(self, end_id: int, pad_id: int) -> Sampled:
@@ -272,29 +276,27 @@ def _kept(cache: Tensor, kept_N: Tensor, filled: int) -> Tensor:
 
 
 def _direction(x: Tensor) -> Tensor:
-    """`x / |x|`: the norm of a block without its factor sqrt(D), which is in the decoding weights."""
+    """`x / |x|`: the norm of a block without its factor sqrt(D), which every product behind it is linear in."""
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(SMALLEST_NORM)
 
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
-    """A policy prepared for decoding, with every factor that would else be multiplied for each token: sqrt(D) of the norms,
-    1 / sqrt(D/H) of attention, 1 / temperature. `embedding_LVD` [places, R * V, D]: token and place in one table."""
+    """A policy as decoding reads it. `embedding_LVD` [places, R * V, D]: token and place in one table; `layers`: those of each
+    block; `head`: with the factors sqrt(D), see `_direction`, and 1 / temperature. Queries, keys and values have no sqrt(D):
+    `score` is what a product of two is multiplied by, `scores` [D/H] sums products times that, and `root` is sqrt(D)."""
 
     embedding_LVD: Tensor
-    layers: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    layers: list[tuple[Tensor, ...]]
     head: Tensor
-    ones: Tensor
+    scores: Tensor
+    score: float
+    root: float
 
     @classmethod
     def of(cls, parameters: Parameters, config: PolicyConfig, temperature: float) -> _Weights:
-        root = config.width**0.5
+        root, score = config.width**0.5, config.width * config.head_width**-0.5
         embedding_LRVD = parameters["embedding"] + parameters["position"].transpose(0, 1).unsqueeze(2)
-        layers = []
-        for layer in range(config.layers):
-            weight = {name: parameters[f"layers.{layer}.{name}"] for name in BLOCK_WEIGHTS}
-            qkv = weight["qkv"] * root
-            qkv[..., : config.width].mul_(config.head_width**-0.5)
-            layers.append((qkv, weight["attention_out"], weight["mlp_in"] * root, weight["mlp_out"]))
+        layers = [tuple(parameters[f"layers.{layer}.{name}"] for name in BLOCK_WEIGHTS) for layer in range(config.layers)]
         head = parameters["head"] * (root / temperature)
-        return cls(embedding_LRVD.flatten(1, 2), layers, head, head.new_ones(config.head_width))
+        return cls(embedding_LRVD.flatten(1, 2), layers, head, head.new_full((config.head_width,), score), score, root)
