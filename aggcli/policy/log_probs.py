@@ -63,12 +63,17 @@ def packed_log_probs(
     parameters: Parameters, config: PolicyConfig, packing: Packing, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """`response_log_probs` of rows that `pack` has laid out; several passes over the same rows can share a packing."""
+
+    def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
+        return call(PackedAttention, qkv_RTX, packing, config.heads)
+
+    def predicting(x_RTD: Tensor) -> Tensor:
+        """The last token of each prompt, and every token of a response."""
+        prompt_RTD, response_RTD = x_RTD.tensor_split([packing.prompts * packing.prompt_length], 1)
+        return torch.cat([prompt_RTD[:, packing.prompt_length - 1 :: packing.prompt_length], response_RTD], 1)
+
     x_RTD = embedded(parameters, packing.tokens_RT, packing.positions_RT)
-    last_RTD = body(parameters, config, x_RTD, lambda _, qkv_RTX: call(PackedAttention, qkv_RTX, packing, config.heads))
-    G, P = packing.prompts, packing.prompt_length
-    prompt_RTD, response_RTD = last_RTD.split([G * P, last_RTD.shape[1] - G * P], 1)
-    prompt_RPD = prompt_RTD.unflatten(1, (G, P))[:, :, -1]
-    log_probs_RVT = _log_softmax(parameters, torch.cat([prompt_RPD, response_RTD], 1), temperature)
+    log_probs_RVT = _log_softmax(parameters, body(parameters, config, x_RTD, attend, predicting), temperature)
     shape, at_RBC, places = packing.target_RBC.shape, packing.predicted_at_RBC, log_probs_RVT.shape[-1]
     index_RN = (packing.target_RBC * places + at_RBC).flatten(1)
     log_prob_RBC = log_probs_RVT.flatten(1).gather(1, index_RN).view(shape)

@@ -136,7 +136,7 @@ class _Decoder:
         at_RGP = prompts_RPL + self._there(self.first_token_R)[:, None, None]
         at_RGP += torch.arange(P, device=at_RGP.device) * rows
         x_RTD = self.weights.embedding_LVD.view(places * rows, -1).index_select(0, at_RGP.flatten()).view(R, G * P, -1)
-        self._predict(self._through(x_RTD, attend).view(R, G, P, -1)[:, :, -1])
+        self._predict(self._through(x_RTD, attend, slice(P - 1, None, P)))
 
     @property
     def none(self) -> int:
@@ -227,10 +227,12 @@ class _Decoder:
         x_RND = self.weights.embedding_LVD[place].index_select(0, self.token_N).view(self.runs, self.prefixes, -1)
         self._predict(self._through(x_RND, lambda layer, qkv_RNX: self._attend(qkv_RNX, self.caches[layer], place)))
 
-    def _through(self, x_RTD: Tensor, attend: Attend) -> Tensor:
-        """All blocks: embeddings [R, T, D] -> the direction of the hidden states [R, T, D]."""
+    def _through(self, x_RTD: Tensor, attend: Attend, wanted: slice = slice(None)) -> Tensor:
+        """All blocks: embeddings [R, T, D] -> the direction of the hidden states [R, T, D] of the tokens that are wanted."""
         for layer, (qkv, attention_out, mlp_in, mlp_out) in enumerate(self.weights.layers):
             mixed_RTD = attend(layer, torch.bmm(_direction(x_RTD), qkv))
+            if layer + 1 == self.config.layers:
+                x_RTD, mixed_RTD = x_RTD[:, wanted], mixed_RTD[:, wanted]
             x_RTD = torch.baddbmm(x_RTD, mixed_RTD, attention_out, alpha=self.weights.root)
             x_RTD = torch.baddbmm(x_RTD, torch.bmm(_direction(x_RTD), mlp_in).relu_(), mlp_out, alpha=self.weights.root)
         return _direction(x_RTD)

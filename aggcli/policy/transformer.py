@@ -26,6 +26,14 @@ Attend = Callable[[int, Tensor], Tensor]
 Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(keys [R, B, H, L, D/H], values, positions [R, B, L]) of this rank -> the same three of the whole sequence."""
 
+Wanted = Callable[[Tensor], Tensor]
+"""Of tokens [R, T, D], those whose hidden states are asked for."""
+
+
+def _all(x_RTD: Tensor) -> Tensor:
+    return x_RTD
+
+
 BLOCK_WEIGHTS = ("qkv", "attention_out", "mlp_in", "mlp_out")
 MLP_RATIO = 4
 
@@ -140,18 +148,19 @@ def embedded(parameters: Parameters, tokens_RT: Tensor, positions_RT: Tensor) ->
     return token_RTD + place_RTD
 
 
-def body(parameters: Parameters, config: PolicyConfig, x_RTD: Tensor, attend: Attend) -> Tensor:
-    """All blocks and the final norm: embeddings [R, T, D] -> hidden states [R, T, D]."""
+def body(parameters: Parameters, config: PolicyConfig, x_RTD: Tensor, attend: Attend, wanted: Wanted = _all) -> Tensor:
+    """All blocks and the final norm: embeddings [R, T, D] -> hidden states [R, T, D] of the tokens that are wanted: of the
+    others, the last block computes what these see of them."""
     for layer in range(config.layers):
-        x_RTD = block(parameters, layer, x_RTD, attend)
+        x_RTD = block(parameters, layer, x_RTD, attend, wanted if layer + 1 == config.layers else _all)
     return norm(x_RTD)
 
 
-def block(parameters: Parameters, layer: int, x_RTD: Tensor, attend: Attend) -> Tensor:
+def block(parameters: Parameters, layer: int, x_RTD: Tensor, attend: Attend, wanted: Wanted) -> Tensor:
     """One block; each residual sum is part of a matrix product."""
     weight = {name: parameters[f"layers.{layer}.{name}"] for name in BLOCK_WEIGHTS}
-    qkv_RTX = call(NormedLinear, x_RTD, weight["qkv"])
-    x_RTD = torch.baddbmm(x_RTD, attend(layer, qkv_RTX), weight["attention_out"])
+    mixed_RTD = attend(layer, call(NormedLinear, x_RTD, weight["qkv"]))
+    x_RTD = torch.baddbmm(wanted(x_RTD), wanted(mixed_RTD), weight["attention_out"])
     return call(MLP, x_RTD, weight["mlp_in"], weight["mlp_out"])
 
 
