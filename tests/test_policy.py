@@ -193,7 +193,8 @@ def test_gradients_of_packed_rows_are_those_of_padded_rows():
 
 @pytest.mark.usefixtures("are_long")
 def test_gradients_are_those_of_finite_differences():
-    config = PolicyConfig(vocabulary_size=5, max_length=6, layers=1, width=4, heads=2)
+    """Of two blocks: one before another, and the last."""
+    config = PolicyConfig(vocabulary_size=5, max_length=6, layers=2, width=4, heads=2)
     parameters = policies(1, config)
     tokens_RBL = torch.tensor([[[1, 2, 3, 0, 4], [1, 2, 0, 4, 4], [3, 2, 1, 0, 0]]])
     packing = pack(tokens_RBL, 2, torch.tensor([[3, 2, 1]]))
@@ -206,6 +207,17 @@ def test_gradients_are_those_of_finite_differences():
         return (log_prob * torch.tensor([1.0, -2.0, 3.0]) + entropy).sum()
 
     assert torch.autograd.gradcheck(total, [parameters[name].requires_grad_(True) for name in names], atol=1e-6)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, torch.full((2, 12), PROMPT)], ids=["packed", "padded"])
+def test_several_gradients_can_be_taken_through_one_pass(prompt: int | Tensor):
+    parameters = {name: value.requires_grad_(True) for name, value in policies(2).items()}
+    tokens_RBL, length_RB = rows_of(2)
+    log_prob_RBC, _ = response_log_probs(parameters, CONFIG, tokens_RBL, prompt, length_RB)
+    first = torch.autograd.grad(log_prob_RBC.sum(), list(parameters.values()), retain_graph=True)
+    second = torch.autograd.grad(2 * log_prob_RBC.sum(), list(parameters.values()))
+    for one, twice in zip(first, second, strict=True):
+        torch.testing.assert_close(2 * one, twice, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,7 +1,10 @@
-"""The operations of a block whose generic forms are slow at a width of 64, with their backward passes by hand."""
+"""The blocks of a transformer, with their backward pass by hand: at a width of 64 most of the time of an operation is spent
+around it, and autograd's is spent beside each of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,14 +19,106 @@ FEWEST_PLACES = 16
 times slower."""
 
 
-def call(function: type[Function], *arguments: Any) -> Tensor:
-    """`function.apply`; under autocast with everything in the autocast type, so that the backward pass finds it so too."""
-    device = arguments[0].device.type
+# -- blocks -------------------------------------------------------------------------------------------------------------
+
+
+class Attention(Protocol):
+    """How tokens see each other: from the queries, keys and values of a layer [R, T, 3 * D] to [R, T, D], and back."""
+
+    def forward(self, qkv_RTX: Tensor, *, keeps: bool) -> tuple[Tensor, Sequence[Tensor]]:
+        """What comes out, and where it `keeps` that, what `backward` needs."""
+        ...
+
+    def backward(self, grad_RTD: Tensor, kept: Sequence[Tensor]) -> Tensor:
+        """The gradient by what went in, from that by what came out."""
+        ...
+
+
+def through_blocks(
+    x_RTD: Tensor, weights: Sequence[Sequence[Tensor]], attention: Attention, wanted: Tensor | None = None
+) -> Tensor:
+    """All blocks and the final norm: embeddings [R, T, D] -> hidden states [R, T, D], differentiable once.
+
+    `weights`, of each block: queries, keys and values [R, D, 3 * D], what attention adds [R, D, D], and the two of the MLP,
+    [R, D, M] and [R, M, D]. `wanted`: which tokens' hidden states are asked for, None for all; of the others the last block
+    computes what these see of them. Norms have no gain (RMS: Zhang, Sennrich 2019), and an MLP's activation is ReLU. Under
+    autocast everything is in the autocast type, so that the backward pass finds it so too.
+    """
+    flat = [weight for of_block in weights for weight in of_block]
+    keeps = torch.is_grad_enabled() and any(value.requires_grad for value in (x_RTD, *flat))
+    how = _How(attention, wanted, keeps)
+    device = x_RTD.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return function.apply(*arguments)  # type: ignore[no-any-return]
+        return _Blocks.apply(x_RTD, how, *flat)  # type: ignore[no-any-return]
     dtype = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
-        return function.apply(*(value.to(dtype) if isinstance(value, Tensor) else value for value in arguments))  # type: ignore[no-any-return]
+        return _Blocks.apply(x_RTD.to(dtype), how, *(weight.to(dtype) for weight in flat))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _How:
+    """See `through_blocks`. `keeps`: whether a backward pass may follow."""
+
+    attention: Attention
+    wanted: Tensor | None
+    keeps: bool
+
+
+class _Blocks(Function):
+    """See `through_blocks`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: _How, *weights: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        ctx.how, ctx.tokens, ctx.ends = how, x.shape[1], []
+        for layer, (qkv, attention_out, mlp_in, mlp_out) in enumerate(_by_block(weights)):
+            seen, seen_scale = normed(x)
+            mixed, of_attention = how.attention.forward(torch.bmm(seen, qkv), keeps=how.keeps)
+            if how.wanted is not None and 4 * (layer + 1) == len(weights):
+                x, mixed = x.index_select(1, how.wanted), mixed.index_select(1, how.wanted)
+            x = torch.baddbmm(x, mixed, attention_out)
+            read, read_scale = normed(x)
+            active = torch.bmm(read, mlp_in).relu_()
+            x = torch.baddbmm(x, active, mlp_out)
+            if how.keeps:
+                kept += [seen, seen_scale, mixed, read, read_scale, active, *of_attention]
+                ctx.ends.append(len(kept))
+        x, scale = normed(x)
+        ctx.save_for_backward(x, scale, *weights, *kept)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        how: _How = ctx.how
+        x, scale, *saved = ctx.saved_tensors
+        layers = len(ctx.ends)
+        weights, kept = _by_block(saved[: 4 * layers]), saved[4 * layers :]
+        grads: list[Tensor] = []
+        grad = through_norm(grad, x, scale)
+        for layer, (qkv, attention_out, mlp_in, mlp_out) in reversed([*enumerate(weights)]):
+            begin, end = ctx.ends[layer - 1] if layer else 0, ctx.ends[layer]
+            seen, seen_scale, mixed, read, read_scale, active, *of_attention = kept[begin:end]
+            grad_active = torch.bmm(grad, mlp_out.mT)
+            torch.ops.aten.threshold_backward.grad_input(grad_active, active, 0, grad_input=grad_active)
+            of_mlp = torch.bmm(read.mT, grad_active), torch.bmm(active.mT, grad)
+            grad = through_norm(torch.bmm(grad_active, mlp_in.mT), read, read_scale).add_(grad)
+            grad_mixed, of_out = torch.bmm(grad, attention_out.mT), torch.bmm(mixed.mT, grad)
+            if how.wanted is not None and layer + 1 == layers:
+                grad, grad_mixed = (_spread(one, how.wanted, ctx.tokens) for one in (grad, grad_mixed))
+            grad_qkv = how.attention.backward(grad_mixed, of_attention)
+            grads = [torch.bmm(seen.mT, grad_qkv), of_out, *of_mlp, *grads]
+            grad = through_norm(torch.bmm(grad_qkv, qkv.mT), seen, seen_scale).add_(grad)
+        return grad, None, *grads
+
+
+def _by_block(weights: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    return [weights[at : at + 4] for at in range(0, len(weights), 4)]
+
+
+def _spread(value_RKD: Tensor, tokens_K: Tensor, tokens: int) -> Tensor:
+    """These tokens among so many, with 0 at the others."""
+    return value_RKD.new_zeros(len(value_RKD), tokens, value_RKD.shape[2]).index_copy_(1, tokens_K, value_RKD)
 
 
 def normed(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,124 +134,7 @@ def through_norm(grad: Tensor, x: Tensor, inverse_rms: Tensor) -> Tensor:
     return torch.addcmul(grad, x, along, value=-1 / x.shape[-1]).mul_(inverse_rms)
 
 
-class RMSNorm(Function):
-    """`x / sqrt(mean(x^2))` over the last axis, without a gain (Zhang, Sennrich 2019)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x, inverse_rms = normed(x)
-        ctx.save_for_backward(x, inverse_rms)
-        return x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return through_norm(grad, *ctx.saved_tensors)
-
-
-class NormedLinear(Function):
-    """`norm(x) @ w` for [R, T, D] and weights [R, D, X]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        x, inverse_rms = normed(x)
-        ctx.save_for_backward(x, inverse_rms, w)
-        return torch.bmm(x, w)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, inverse_rms, w = ctx.saved_tensors
-        return through_norm(torch.bmm(grad, w.mT), x, inverse_rms), torch.bmm(x.mT, grad)
-
-
-class MLP(Function):
-    """`x + relu(norm(x) @ w_in) @ w_out` for [R, T, D] and weights [R, D, M], [R, M, D]; one [R, T, M] kept, none copied."""
-
-    @staticmethod
-    def forward(ctx: Any, residual: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-        x, inverse_rms = normed(residual)
-        active = torch.bmm(x, w_in).relu_()
-        ctx.save_for_backward(x, inverse_rms, active, w_in, w_out)
-        return torch.baddbmm(residual, active, w_out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, inverse_rms, active, w_in, w_out = ctx.saved_tensors
-        grad_active = torch.bmm(grad, w_out.mT)
-        torch.ops.aten.threshold_backward.grad_input(grad_active, active, 0, grad_input=grad_active)
-        grad_x = through_norm(torch.bmm(grad_active, w_in.mT), x, inverse_rms).add_(grad)
-        return grad_x, torch.bmm(x.mT, grad_active), torch.bmm(active.mT, grad)
-
-
-class Pieces(Protocol):
-    """See `aggcli.policy.packing.Bin`."""
-
-    @property
-    def token_NL(self) -> Tensor: ...
-    @property
-    def mask_N1QL(self) -> Tensor: ...
-    @property
-    def only_seen(self) -> int: ...
-
-
-class TokenLayout(Protocol):
-    """See `aggcli.policy.packing.Packing`."""
-
-    @property
-    def bins(self) -> tuple[Pieces, ...]: ...
-    @property
-    def taken_RT(self) -> Tensor: ...
-
-
-class PackedAttention(Function):
-    """Attention over flat lists of tokens, each over what it goes on from.
-
-    `qkv_RTX` [R, T, 3 * D] -> [R, T, D]. Matrix products are batched over pieces and heads; at these sizes they cost a
-    twentieth of the fused attention kernels, which pay per row and head.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, qkv_RTX: Tensor, layout: TokenLayout, heads: int) -> Tensor:
-        R, T, X = qkv_RTX.shape
-        flat_MX = qkv_RTX.reshape(R * T, X)
-        ctx.layout, ctx.heads = layout, heads
-        saved: list[Tensor] = []
-        mixed: list[Tensor] = []
-        for pieces in layout.bins:
-            N, L = pieces.token_NL.shape
-            part = flat_MX.index_select(0, pieces.token_NL.flatten()).view(N, L, 3, heads, -1).permute(2, 0, 3, 1, 4)
-            scale = part.shape[-1] ** -0.5
-            mixed_NQD, own, weight = attended(part, pieces.mask_N1QL, scale=scale, only_seen=pieces.only_seen)
-            mixed.append(mixed_NQD.view(-1, X // 3))
-            saved += [own, weight]
-        ctx.save_for_backward(*saved)
-        together = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-        return together.index_select(0, layout.taken_RT.flatten()).view(R, T, -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RTD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        layout, heads, (R, T, D) = ctx.layout, ctx.heads, grad_RTD.shape
-        sizes = [pieces.token_NL[:, pieces.only_seen :].numel() for pieces in layout.bins]
-        grad_mixed = grad_RTD.new_zeros(sum(sizes), D).index_add_(0, layout.taken_RT.flatten(), grad_RTD.reshape(R * T, D))
-        grad_qkv = grad_RTD.new_zeros(R * T, 3 * D)
-        for at, (pieces, grad_out) in enumerate(zip(layout.bins, grad_mixed.split(sizes), strict=True)):
-            own, weight = ctx.saved_tensors[2 * at : 2 * at + 2]
-            query, key, value = own.flatten(1, 2)
-            (N, L), only_seen = pieces.token_NL.shape, pieces.only_seen
-            grad_out = grad_out.view(N, -1, heads, D // heads).transpose(1, 2).reshape(N * heads, -1, D // heads)
-            grad_score = torch.ops.aten._softmax_backward_data(torch.bmm(grad_out, value.mT), weight, -1, weight.dtype)
-            grad_score.mul_(query.shape[-1] ** -0.5)
-            grad_own = torch.empty_like(own)
-            grad_query, grad_key, grad_value = grad_own.flatten(1, 2)
-            grad_query[:, :only_seen] = 0.0
-            torch.bmm(grad_score, key, out=grad_query[:, only_seen:])
-            torch.bmm(grad_score.mT, query[:, only_seen:], out=grad_key)
-            torch.bmm(weight.mT, grad_out, out=grad_value)
-            grad_qkv.index_add_(0, pieces.token_NL.flatten(), grad_own.permute(1, 3, 0, 2, 4).reshape(N * L, 3 * D))
-        return grad_qkv.view(R, T, -1), None, None
+# -- attention ----------------------------------------------------------------------------------------------------------
 
 
 def attended(part: Tensor, mask: Tensor, *, scale: float, only_seen: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aggcli.policy.kernels import PackedAttention, call
+from aggcli.policy.packed_attention import PackedAttention
 from aggcli.policy.packing import Packing, pack
 from aggcli.policy.transformer import Parameters, PolicyConfig, body, check_length, embedded, hidden
 
@@ -63,17 +63,12 @@ def packed_log_probs(
     parameters: Parameters, config: PolicyConfig, packing: Packing, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """`response_log_probs` of rows that `pack` has laid out; several passes over the same rows can share a packing."""
-
-    def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
-        return call(PackedAttention, qkv_RTX, packing, config.heads)
-
-    def predicting(x_RTD: Tensor) -> Tensor:
-        """The last token of each prompt, and every token of a response."""
-        prompt_RTD, response_RTD = x_RTD.tensor_split([packing.prompts * packing.prompt_length], 1)
-        return torch.cat([prompt_RTD[:, packing.prompt_length - 1 :: packing.prompt_length], response_RTD], 1)
-
+    G, P = packing.prompts, packing.prompt_length
     x_RTD = embedded(parameters, packing.tokens_RT, packing.positions_RT)
-    log_probs_RVT = _log_softmax(parameters, body(parameters, config, x_RTD, attend, predicting), temperature)
+    token_T = torch.arange(x_RTD.shape[1], device=x_RTD.device)
+    predicting = torch.cat([token_T[P - 1 : G * P : P], token_T[G * P :]])
+    hidden_RTD = body(parameters, config, x_RTD, PackedAttention(packing, config.heads), predicting)
+    log_probs_RVT = _log_softmax(parameters, hidden_RTD, temperature)
     shape, at_RBC, places = packing.target_RBC.shape, packing.predicted_at_RBC, log_probs_RVT.shape[-1]
     index_RN = (packing.target_RBC * places + at_RBC).flatten(1)
     log_prob_RBC = log_probs_RVT.flatten(1).gather(1, index_RN).view(shape)

@@ -9,6 +9,7 @@ prompt begin at one prefix and part where their noise makes them draw different 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,6 @@ from aggcli.policy.kernels import FEWEST_PLACES, SMALLEST_NORM, attended
 from aggcli.policy.protocol import Sampled, joined_runs
 from aggcli.policy.transformer import (
     BLOCK_WEIGHTS,
-    Attend,
     Parameters,
     PolicyConfig,
     check_length,
@@ -227,7 +227,7 @@ class _Decoder:
         x_RND = self.weights.embedding_LVD[place].index_select(0, self.token_N).view(self.runs, self.prefixes, -1)
         self._predict(self._through(x_RND, lambda layer, qkv_RNX: self._attend(qkv_RNX, self.caches[layer], place)))
 
-    def _through(self, x_RTD: Tensor, attend: Attend, wanted: slice = slice(None)) -> Tensor:
+    def _through(self, x_RTD: Tensor, attend: Callable[[int, Tensor], Tensor], wanted: slice = slice(None)) -> Tensor:
         """All blocks: embeddings [R, T, D] -> the direction of the hidden states [R, T, D] of the tokens that are wanted."""
         for layer, (qkv, attention_out, mlp_in, mlp_out) in enumerate(self.weights.layers):
             mixed_RTD = attend(layer, torch.bmm(_direction(x_RTD), qkv))

@@ -7,7 +7,7 @@ Every matrix product is one batched product over [R, tokens, width] x [R, width,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,24 +15,16 @@ from torch import Generator, Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from aggcli.errors import SettingError
-from aggcli.policy.kernels import MLP, NormedLinear, RMSNorm, call
+from aggcli.policy.kernels import Attention, through_blocks
 
 Parameters = dict[str, Tensor]
 """Names to tensors, each with a leading run axis [R, ...]."""
 
-Attend = Callable[[int, Tensor], Tensor]
-"""Attention of one layer: (layer, queries, keys and values [R, T, 3 * D]) -> [R, T, D]."""
+Attend = Callable[[Tensor], Tensor]
+"""Attention: queries, keys and values of a layer [R, T, 3 * D] -> [R, T, D]."""
 
 Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(keys [R, B, H, L, D/H], values, positions [R, B, L]) of this rank -> the same three of the whole sequence."""
-
-Wanted = Callable[[Tensor], Tensor]
-"""Of tokens [R, T, D], those whose hidden states are asked for."""
-
-
-def _all(x_RTD: Tensor) -> Tensor:
-    return x_RTD
-
 
 BLOCK_WEIGHTS = ("qkv", "attention_out", "mlp_in", "mlp_out")
 MLP_RATIO = 4
@@ -124,7 +116,7 @@ def hidden(
     positions_RBL = positions.expand(R, B, L)
     attend = attend_rows(config, B) if gather is None else attend_gathered(config, positions_RBL, gather)
     x_RTD = embedded(parameters, tokens_RBL.reshape(R, B * L), positions_RBL.reshape(R, B * L))
-    return body(parameters, config, x_RTD, attend).view(R, B, L, config.width)
+    return body(parameters, config, x_RTD, ByAutograd(attend)).view(R, B, L, config.width)
 
 
 def logits(parameters: Parameters, config: PolicyConfig, tokens_RBL: Tensor) -> Tensor:
@@ -148,31 +140,35 @@ def embedded(parameters: Parameters, tokens_RT: Tensor, positions_RT: Tensor) ->
     return token_RTD + place_RTD
 
 
-def body(parameters: Parameters, config: PolicyConfig, x_RTD: Tensor, attend: Attend, wanted: Wanted = _all) -> Tensor:
-    """All blocks and the final norm: embeddings [R, T, D] -> hidden states [R, T, D] of the tokens that are wanted: of the
-    others, the last block computes what these see of them."""
-    for layer in range(config.layers):
-        x_RTD = block(parameters, layer, x_RTD, attend, wanted if layer + 1 == config.layers else _all)
-    return norm(x_RTD)
+def body(
+    parameters: Parameters, config: PolicyConfig, x_RTD: Tensor, attention: Attention, wanted: Tensor | None = None
+) -> Tensor:
+    """All blocks and the final norm: embeddings [R, T, D] -> hidden states [R, T, D] of the tokens that are `wanted`."""
+    weights = [[parameters[f"layers.{layer}.{name}"] for name in BLOCK_WEIGHTS] for layer in range(config.layers)]
+    return through_blocks(x_RTD, weights, attention, wanted)
 
 
-def block(parameters: Parameters, layer: int, x_RTD: Tensor, attend: Attend, wanted: Wanted) -> Tensor:
-    """One block; each residual sum is part of a matrix product."""
-    weight = {name: parameters[f"layers.{layer}.{name}"] for name in BLOCK_WEIGHTS}
-    mixed_RTD = attend(layer, call(NormedLinear, x_RTD, weight["qkv"]))
-    x_RTD = torch.baddbmm(wanted(x_RTD), wanted(mixed_RTD), weight["attention_out"])
-    return call(MLP, x_RTD, weight["mlp_in"], weight["mlp_out"])
+@dataclass(frozen=True)
+class ByAutograd:
+    """See `Attention`: one whose gradient is taken by torch."""
 
+    attend: Attend
 
-def norm(x: Tensor) -> Tensor:
-    """`x / sqrt(mean(x^2))` over the width, without a gain: the matrix that follows can hold it."""
-    return RMSNorm.apply(x)  # type: ignore[no-any-return]
+    def forward(self, qkv_RTX: Tensor, *, keeps: bool) -> tuple[Tensor, Sequence[Tensor]]:
+        with torch.set_grad_enabled(keeps):
+            own_RTX = qkv_RTX.requires_grad_(keeps)
+            mixed_RTD = self.attend(own_RTX)
+        return mixed_RTD.detach(), [own_RTX, mixed_RTD]
+
+    def backward(self, grad_RTD: Tensor, kept: Sequence[Tensor]) -> Tensor:
+        own_RTX, mixed_RTD = kept
+        return torch.autograd.grad(mixed_RTD, own_RTX, grad_RTD, retain_graph=True)[0]  # it goes with what is kept
 
 
 def attend_rows(config: PolicyConfig, rows: int) -> Attend:
     """Causal attention within each of `rows` whole rows of equal (padded) length a run."""
 
-    def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
+    def attend(qkv_RTX: Tensor) -> Tensor:
         R, T, _ = qkv_RTX.shape
         query, key, value = heads(config, qkv_RTX.reshape(R * rows, T // rows, -1))
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -189,7 +185,7 @@ def heads(config: PolicyConfig, qkv_BLX: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def attend_gathered(config: PolicyConfig, positions_RBL: Tensor, gather: Gather) -> Attend:
-    def attend(layer: int, qkv_RTX: Tensor) -> Tensor:
+    def attend(qkv_RTX: Tensor) -> Tensor:
         R, B, L = positions_RBL.shape
         query, key, value = heads(config, qkv_RTX.view(R * B, L, -1))
         split = (R, B, *key.shape[1:])
