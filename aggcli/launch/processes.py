@@ -7,6 +7,7 @@ A process that is killed ends its own share and no other. It is multiprocessing'
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -246,6 +247,8 @@ class _Far:
 
 def _work(link: Connection, environment: dict[str, str], threads: int, given: bytes) -> None:
     """The whole life of the process of a share."""
+    gc.freeze()  # what the server has imported stays
+    gc.enable()
     code = int(ExitCode.INTERRUPTED)
     far = _Far(link)
     try:

@@ -5,6 +5,7 @@ This is the first module that it imports, so that it ends with the program that 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -42,6 +43,7 @@ def _say_nothing(*error: object) -> None:
 
 
 if FOLDER in os.environ:
+    gc.disable()  # imports make nothing but what stays; whatever is forked from here enables it again
     signal.signal(signal.SIGTERM, _end)
     try:
         end_with_launcher(signal.SIGTERM)
