@@ -44,15 +44,20 @@ def through_blocks(
     computes what these see of them. Norms have no gain (RMS: Zhang, Sennrich 2019), and an MLP's activation is ReLU. Under
     autocast everything is in the autocast type, so that the backward pass finds it so too.
     """
-    flat = [weight for of_block in weights for weight in of_block]
-    keeps = torch.is_grad_enabled() and any(value.requires_grad for value in (x_RTD, *flat))
-    how = _How(attention, wanted, keeps)
     device = x_RTD.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return _Blocks.apply(x_RTD, how, *flat)  # type: ignore[no-any-return]
+        return _through(x_RTD, weights, attention, wanted)
     dtype = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
-        return _Blocks.apply(x_RTD.to(dtype), how, *(weight.to(dtype) for weight in flat))  # type: ignore[no-any-return]
+        typed = [[weight.to(dtype) for weight in of_block] for of_block in weights]
+        return _through(x_RTD.to(dtype), typed, attention, wanted)
+
+
+def _through(x: Tensor, weights: Sequence[Sequence[Tensor]], attention: Attention, wanted: Tensor | None) -> Tensor:
+    for at, of_block in enumerate(weights):
+        keeps = torch.is_grad_enabled() and any(value.requires_grad for value in (x, *of_block))
+        x = _Block.apply(x, _How(attention, wanted if at + 1 == len(weights) else None, keeps), *of_block)  # type: ignore[assignment]
+    return _Norm.apply(x)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -64,56 +69,56 @@ class _How:
     keeps: bool
 
 
-class _Blocks(Function):
-    """See `through_blocks`."""
+class _Block(Function):
+    """One block; each of its two residual sums is part of a matrix product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: _How, *weights: Tensor) -> Tensor:
-        kept: list[Tensor] = []
-        ctx.how, ctx.tokens, ctx.ends = how, x.shape[1], []
-        for layer, (qkv, attention_out, mlp_in, mlp_out) in enumerate(_by_block(weights)):
-            seen, seen_scale = normed(x)
-            mixed, of_attention = how.attention.forward(torch.bmm(seen, qkv), keeps=how.keeps)
-            if how.wanted is not None and 4 * (layer + 1) == len(weights):
-                x, mixed = x.index_select(1, how.wanted), mixed.index_select(1, how.wanted)
-            x = torch.baddbmm(x, mixed, attention_out)
-            read, read_scale = normed(x)
-            active = torch.bmm(read, mlp_in).relu_()
-            x = torch.baddbmm(x, active, mlp_out)
-            if how.keeps:
-                kept += [seen, seen_scale, mixed, read, read_scale, active, *of_attention]
-                ctx.ends.append(len(kept))
-        x, scale = normed(x)
-        ctx.save_for_backward(x, scale, *weights, *kept)
-        return x
+    def forward(ctx: Any, x: Tensor, how: _How, qkv: Tensor, attention_out: Tensor, mlp_in: Tensor, mlp_out: Tensor) -> Tensor:
+        ctx.how, ctx.tokens = how, x.shape[1]
+        seen, seen_scale = normed(x)
+        mixed, of_attention = how.attention.forward(torch.bmm(seen, qkv), keeps=how.keeps)
+        if how.wanted is not None:
+            x, mixed = x.index_select(1, how.wanted), mixed.index_select(1, how.wanted)
+        x = torch.baddbmm(x, mixed, attention_out)
+        read, read_scale = normed(x)
+        active = torch.bmm(read, mlp_in).relu_()
+        if how.keeps:
+            weights = (qkv, attention_out, mlp_in, mlp_out)
+            ctx.save_for_backward(*weights, seen, seen_scale, mixed, read, read_scale, active, *of_attention)
+        return torch.baddbmm(x, active, mlp_out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         how: _How = ctx.how
-        x, scale, *saved = ctx.saved_tensors
-        layers = len(ctx.ends)
-        weights, kept = _by_block(saved[: 4 * layers]), saved[4 * layers :]
-        grads: list[Tensor] = []
-        grad = through_norm(grad, x, scale)
-        for layer, (qkv, attention_out, mlp_in, mlp_out) in reversed([*enumerate(weights)]):
-            begin, end = ctx.ends[layer - 1] if layer else 0, ctx.ends[layer]
-            seen, seen_scale, mixed, read, read_scale, active, *of_attention = kept[begin:end]
-            grad_active = torch.bmm(grad, mlp_out.mT)
-            torch.ops.aten.threshold_backward.grad_input(grad_active, active, 0, grad_input=grad_active)
-            of_mlp = torch.bmm(read.mT, grad_active), torch.bmm(active.mT, grad)
-            grad = through_norm(torch.bmm(grad_active, mlp_in.mT), read, read_scale).add_(grad)
-            grad_mixed, of_out = torch.bmm(grad, attention_out.mT), torch.bmm(mixed.mT, grad)
-            if how.wanted is not None and layer + 1 == layers:
-                grad, grad_mixed = (_spread(one, how.wanted, ctx.tokens) for one in (grad, grad_mixed))
-            grad_qkv = how.attention.backward(grad_mixed, of_attention)
-            grads = [torch.bmm(seen.mT, grad_qkv), of_out, *of_mlp, *grads]
-            grad = through_norm(torch.bmm(grad_qkv, qkv.mT), seen, seen_scale).add_(grad)
-        return grad, None, *grads
+        qkv, attention_out, mlp_in, mlp_out, *kept = ctx.saved_tensors
+        seen, seen_scale, mixed, read, read_scale, active, *of_attention = kept
+        grad_active = torch.bmm(grad, mlp_out.mT)
+        torch.ops.aten.threshold_backward.grad_input(grad_active, active, 0, grad_input=grad_active)
+        of_mlp = torch.bmm(read.mT, grad_active), torch.bmm(active.mT, grad)
+        grad = through_norm(torch.bmm(grad_active, mlp_in.mT), read, read_scale).add_(grad)
+        grad_mixed, of_out = torch.bmm(grad, attention_out.mT), torch.bmm(mixed.mT, grad)
+        if how.wanted is not None:
+            grad, grad_mixed = (_spread(one, how.wanted, ctx.tokens) for one in (grad, grad_mixed))
+        grad_qkv = how.attention.backward(grad_mixed, of_attention)
+        of_qkv = torch.bmm(seen.mT, grad_qkv)
+        grad = through_norm(torch.bmm(grad_qkv, qkv.mT), seen, seen_scale).add_(grad)
+        return grad, None, of_qkv, of_out, *of_mlp
 
 
-def _by_block(weights: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    return [weights[at : at + 4] for at in range(0, len(weights), 4)]
+class _Norm(Function):
+    """The norm behind the last block."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x, scale = normed(x)
+        ctx.save_for_backward(x, scale)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return through_norm(grad, *ctx.saved_tensors)
 
 
 def _spread(value_RKD: Tensor, tokens_K: Tensor, tokens: int) -> Tensor:

@@ -53,7 +53,8 @@ class Optimizer:
         training = self.training
         if training.clip_grad:
             shrink_R = (training.clip_grad / norm_R.clamp(min=1e-30)).clamp(max=1.0)
-            gradient_RQ = gradient_RQ * shrink_R.to(gradient_RQ.dtype)[:, None]
+            if (shrink_R < 1).any():
+                gradient_RQ = gradient_RQ * shrink_R.to(gradient_RQ.dtype)[:, None]
         for run, steps in enumerate(stepping):
             if steps:
                 self._step(run, flat_RQ[run], gradient_RQ[run])
