@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aggcli.errors import SettingError
-from aggcli.policy import log_probs
+from aggcli.policy import log_probs, protocol
 from aggcli.policy import packing as packing_module
 from aggcli.policy import warm_start as warm
 from aggcli.policy.groups import groups_of, threads_for
@@ -373,6 +373,14 @@ def test_numbers_whose_norm_overflows_are_finite_and_others_are_not():
     value_RQ = torch.tensor([[3e38, 3e38], [1.0, math.inf], [math.nan, 1.0], [0.0, -3e38]])
     assert Shards().finite(value_RQ).tolist() == [True, False, False, True]
     assert Shards().norm(value_RQ[:1]).item() == pytest.approx(float(torch.tensor(3e38)) * math.sqrt(2), rel=1e-12)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 2**20])
+def test_the_norm_is_that_of_all_parts_that_are_converted(monkeypatch: pytest.MonkeyPatch, at_once: int):
+    monkeypatch.setattr(protocol, "CONVERTED_AT_ONCE", at_once)
+    value_RQ = torch.tensor([[1.0, 2.0, 4.0, 2.0], [2.0, 4.0, 0.0, 4.0]])
+    assert Shards().norm(value_RQ).tolist() == pytest.approx([5.0, 6.0], rel=1e-15)
+    assert Shards().norm(value_RQ).dtype == torch.float64
 
 
 def test_rows_of_prompts_alone_have_no_response_token():

@@ -70,6 +70,10 @@ def joined_runs(parts: list[Sampled], pad_id: int) -> Sampled:
     )
 
 
+CONVERTED_AT_ONCE = 2**20
+"""Numbers whose norm is taken together in a wider type, of which torch makes a copy first."""
+
+
 @dataclass(frozen=True)
 class Shards:
     """Where the Q numbers of a run are: each rank of `world` holds a part of them; in a world of one every rank holds all."""
@@ -78,7 +82,9 @@ class Shards:
 
     def norm(self, value_RQ: Tensor) -> Tensor:
         """The 2-norm of all numbers of each run, float64 [R]; of this rank's part, given by every rank."""
-        return self._joined(torch.linalg.vector_norm(value_RQ, dim=1, dtype=torch.float64))
+        parts = [part for value_Q in value_RQ for part in value_Q.split(CONVERTED_AT_ONCE)]
+        norm = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+        return self._joined(torch.linalg.vector_norm(norm.view(len(value_RQ), -1), dim=1))
 
     def _joined(self, norm_R: Tensor) -> Tensor:
         """The norm of all numbers, from that of each rank's part."""
