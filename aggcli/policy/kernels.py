@@ -23,13 +23,14 @@ times slower."""
 
 
 class Attention(Protocol):
-    """How tokens see each other: from the queries, keys and values of a layer [R, T, 3 * D] to [R, T, D], and back."""
+    """How tokens see each other: from the queries, keys and values of a layer [R, T, 3 * D] to [R, K, D] of the tokens that are
+    `wanted`, None for all, and back."""
 
-    def forward(self, qkv_RTX: Tensor, *, keeps: bool) -> tuple[Tensor, Sequence[Tensor]]:
+    def forward(self, qkv_RTX: Tensor, wanted: Tensor | None, *, keeps: bool) -> tuple[Tensor, Sequence[Tensor]]:
         """What comes out, and where it `keeps` that, what `backward` needs."""
         ...
 
-    def backward(self, grad_RTD: Tensor, kept: Sequence[Tensor]) -> Tensor:
+    def backward(self, grad_RKD: Tensor, wanted: Tensor | None, kept: Sequence[Tensor]) -> Tensor:
         """The gradient by what went in, from that by what came out."""
         ...
 
@@ -74,11 +75,11 @@ class _Block(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: _How, qkv: Tensor, attention_out: Tensor, mlp_in: Tensor, mlp_out: Tensor) -> Tensor:
-        ctx.how, ctx.tokens = how, x.shape[1]
+        ctx.how = how
         seen, seen_scale = normed(x)
-        mixed, of_attention = how.attention.forward(torch.bmm(seen, qkv), keeps=how.keeps)
+        mixed, of_attention = how.attention.forward(torch.bmm(seen, qkv), how.wanted, keeps=how.keeps)
         if how.wanted is not None:
-            x, mixed = x.index_select(1, how.wanted), mixed.index_select(1, how.wanted)
+            x = x.index_select(1, how.wanted)
         x = torch.baddbmm(x, mixed, attention_out)
         read, read_scale = normed(x)
         active = torch.bmm(read, mlp_in).relu_()
@@ -97,13 +98,12 @@ class _Block(Function):
         torch.ops.aten.threshold_backward.grad_input(grad_active, active, 0, grad_input=grad_active)
         of_mlp = torch.bmm(read.mT, grad_active), torch.bmm(active.mT, grad)
         grad = through_norm(torch.bmm(grad_active, mlp_in.mT), read, read_scale).add_(grad)
-        grad_mixed, of_out = torch.bmm(grad, attention_out.mT), torch.bmm(mixed.mT, grad)
-        if how.wanted is not None:
-            grad, grad_mixed = (_spread(one, how.wanted, ctx.tokens) for one in (grad, grad_mixed))
-        grad_qkv = how.attention.backward(grad_mixed, of_attention)
+        of_out = torch.bmm(mixed.mT, grad)
+        grad_qkv = how.attention.backward(torch.bmm(grad, attention_out.mT), how.wanted, of_attention)
         of_qkv = torch.bmm(seen.mT, grad_qkv)
-        grad = through_norm(torch.bmm(grad_qkv, qkv.mT), seen, seen_scale).add_(grad)
-        return grad, None, of_qkv, of_out, *of_mlp
+        grad_x = through_norm(torch.bmm(grad_qkv, qkv.mT), seen, seen_scale)
+        grad_x = grad_x.add_(grad) if how.wanted is None else grad_x.index_add_(1, how.wanted, grad)
+        return grad_x, None, of_qkv, of_out, *of_mlp
 
 
 class _Norm(Function):
@@ -119,11 +119,6 @@ class _Norm(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return through_norm(grad, *ctx.saved_tensors)
-
-
-def _spread(value_RKD: Tensor, tokens_K: Tensor, tokens: int) -> Tensor:
-    """These tokens among so many, with 0 at the others."""
-    return value_RKD.new_zeros(len(value_RKD), tokens, value_RKD.shape[2]).index_copy_(1, tokens_K, value_RKD)
 
 
 def normed(x: Tensor) -> tuple[Tensor, Tensor]:

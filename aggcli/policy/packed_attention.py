@@ -23,7 +23,7 @@ class PackedAttention:
     packing: Packing
     heads: int
 
-    def forward(self, qkv_RTX: Tensor, *, keeps: bool) -> tuple[Tensor, Sequence[Tensor]]:
+    def forward(self, qkv_RTX: Tensor, wanted: Tensor | None, *, keeps: bool) -> tuple[Tensor, Sequence[Tensor]]:
         R, T, X = qkv_RTX.shape
         flat_MX = qkv_RTX.reshape(R * T, X)
         kept: list[Tensor] = []
@@ -36,13 +36,14 @@ class PackedAttention:
             mixed.append(mixed_NQD.view(-1, X // 3))
             kept += [own, weight] if keeps else []
         together = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-        return together.index_select(0, self.packing.taken_RT.flatten()).view(R, T, -1), kept
+        return together.index_select(0, self._taken(wanted)).view(R, -1, X // 3), kept
 
-    def backward(self, grad_RTD: Tensor, kept: Sequence[Tensor]) -> Tensor:
-        packing, heads, (R, T, D) = self.packing, self.heads, grad_RTD.shape
+    def backward(self, grad_RKD: Tensor, wanted: Tensor | None, kept: Sequence[Tensor]) -> Tensor:
+        packing, heads, D = self.packing, self.heads, grad_RKD.shape[2]
+        R, T = packing.taken_RT.shape
         sizes = [pieces.token_NL[:, pieces.only_seen :].numel() for pieces in packing.bins]
-        grad_mixed = grad_RTD.new_zeros(sum(sizes), D).index_add_(0, packing.taken_RT.flatten(), grad_RTD.reshape(R * T, D))
-        grad_qkv = grad_RTD.new_zeros(R * T, 3 * D)
+        grad_mixed = grad_RKD.new_zeros(sum(sizes), D).index_add_(0, self._taken(wanted), grad_RKD.reshape(-1, D))
+        grad_qkv = grad_RKD.new_zeros(R * T, 3 * D)
         of_bins = zip(packing.bins, kept[::2], kept[1::2], grad_mixed.split(sizes), strict=True)
         for pieces, own, weight, grad_out in of_bins:
             query, key, value = own.flatten(1, 2)
@@ -58,3 +59,8 @@ class PackedAttention:
             torch.bmm(weight.mT, grad_out, out=grad_value)
             grad_qkv.index_add_(0, pieces.token_NL.flatten(), grad_own.permute(1, 3, 0, 2, 4).reshape(N * L, 3 * D))
         return grad_qkv.view(R, T, -1)
+
+    def _taken(self, wanted: Tensor | None) -> Tensor:
+        """Where the attention of these tokens is, of every run."""
+        taken_RT = self.packing.taken_RT
+        return (taken_RT if wanted is None else taken_RT.index_select(1, wanted)).flatten()

@@ -154,15 +154,16 @@ class ByAutograd:
 
     attend: Attend
 
-    def forward(self, qkv_RTX: Tensor, *, keeps: bool) -> tuple[Tensor, Sequence[Tensor]]:
+    def forward(self, qkv_RTX: Tensor, wanted: Tensor | None, *, keeps: bool) -> tuple[Tensor, Sequence[Tensor]]:
         with torch.set_grad_enabled(keeps):
             own_RTX = qkv_RTX.requires_grad_(keeps)
             mixed_RTD = self.attend(own_RTX)
-        return mixed_RTD.detach(), [own_RTX, mixed_RTD]
+            mixed_RKD = mixed_RTD if wanted is None else mixed_RTD.index_select(1, wanted)
+        return mixed_RKD.detach(), [own_RTX, mixed_RKD]
 
-    def backward(self, grad_RTD: Tensor, kept: Sequence[Tensor]) -> Tensor:
-        own_RTX, mixed_RTD = kept
-        return torch.autograd.grad(mixed_RTD, own_RTX, grad_RTD, retain_graph=True)[0]  # it goes with what is kept
+    def backward(self, grad_RKD: Tensor, wanted: Tensor | None, kept: Sequence[Tensor]) -> Tensor:
+        own_RTX, mixed_RKD = kept
+        return torch.autograd.grad(mixed_RKD, own_RTX, grad_RKD, retain_graph=True)[0]  # it goes with what is kept
 
 
 def attend_rows(config: PolicyConfig, rows: int) -> Attend:
