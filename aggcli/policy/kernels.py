@@ -97,13 +97,16 @@ class _Block(Function):
         grad_active = torch.bmm(grad, mlp_out.mT)
         torch.ops.aten.threshold_backward.grad_input(grad_active, active, 0, grad_input=grad_active)
         of_mlp = torch.bmm(read.mT, grad_active), torch.bmm(active.mT, grad)
-        grad = through_norm(torch.bmm(grad_active, mlp_in.mT), read, read_scale).add_(grad)
+        grad = through_norm(torch.bmm(grad_active, mlp_in.mT), read, read_scale, grad)
         of_out = torch.bmm(mixed.mT, grad)
         grad_qkv = how.attention.backward(torch.bmm(grad, attention_out.mT), how.wanted, of_attention)
         of_qkv = torch.bmm(seen.mT, grad_qkv)
-        grad_x = through_norm(torch.bmm(grad_qkv, qkv.mT), seen, seen_scale)
-        grad_x = grad_x.add_(grad) if how.wanted is None else grad_x.index_add_(1, how.wanted, grad)
-        return grad_x, None, of_qkv, of_out, *of_mlp
+        grad_seen = torch.bmm(grad_qkv, qkv.mT)
+        if how.wanted is None:
+            grad = through_norm(grad_seen, seen, seen_scale, grad)
+        else:
+            grad = through_norm(grad_seen, seen, seen_scale).index_add_(1, how.wanted, grad)
+        return grad, None, of_qkv, of_out, *of_mlp
 
 
 class _Norm(Function):
@@ -128,10 +131,11 @@ def normed(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * inverse_rms, inverse_rms
 
 
-def through_norm(grad: Tensor, x: Tensor, inverse_rms: Tensor) -> Tensor:
-    """The gradient before a norm, from that behind it and what `normed` gave."""
-    along = torch.linalg.vecdot(grad, x).unsqueeze(-1)
-    return torch.addcmul(grad, x, along, value=-1 / x.shape[-1]).mul_(inverse_rms)
+def through_norm(grad: Tensor, x: Tensor, inverse_rms: Tensor, beside: Tensor | None = None) -> Tensor:
+    """The gradient before a norm, from that behind it and what `normed` gave; added to that `beside` the norm."""
+    along = torch.linalg.vecdot(grad, x).unsqueeze(-1).mul_(inverse_rms)
+    scaled = grad * inverse_rms if beside is None else torch.addcmul(beside, grad, inverse_rms)
+    return scaled.addcmul_(x, along, value=-1 / x.shape[-1])
 
 
 # -- attention ----------------------------------------------------------------------------------------------------------
