@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -212,6 +213,16 @@ def test_shares_that_do_not_hear_are_ended_with_the_iterator(monkeypatch: pytest
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def _collects(share: None, link: Link) -> tuple[bool, bool]:
+    """Whether a share's process collects what is no longer used, and leaves out what its server has imported."""
+    return gc.isenabled(), gc.get_freeze_count() > 100_000
+
+
+def test_a_share_collects_what_it_no_longer_uses_but_not_what_was_imported() -> None:
+    outcomes, _ = _outcomes(_collects, [None], Processes(1))
+    assert outcomes[0].result == (True, True)
 
 
 class _Interrupted:

@@ -16,8 +16,11 @@ from aggcli.policy.log_probs import response_log_probs
 from aggcli.policy.packing import Packing, pack
 from aggcli.policy.protocol import Shards
 from aggcli.policy.transformer import (
+    ByAutograd,
     Parameters,
     PolicyConfig,
+    attend_rows,
+    body,
     hidden,
     initial_parameters,
     logits,
@@ -218,6 +221,21 @@ def test_several_gradients_can_be_taken_through_one_pass(prompt: int | Tensor):
     second = torch.autograd.grad(2 * log_prob_RBC.sum(), list(parameters.values()))
     for one, twice in zip(first, second, strict=True):
         torch.testing.assert_close(2 * one, twice, rtol=1e-14, atol=0)
+
+
+def test_the_hidden_states_of_some_tokens_are_those_of_all_and_so_is_their_gradient():
+    parameters = {name: value.requires_grad_(True) for name, value in policies(2).items()}
+    x_RTD = torch.randn(2, 3 * 5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    rows, wanted = ByAutograd(attend_rows(CONFIG, 3)), torch.tensor([14, 2, 3, 9])
+    some_RKD = body(parameters, CONFIG, x_RTD, rows, wanted)
+    of_all_RKD = body(parameters, CONFIG, x_RTD, rows)[:, wanted]
+    torch.testing.assert_close(some_RKD, of_all_RKD, rtol=0, atol=1e-13)
+    weight_RKD = torch.linspace(-1, 2, some_RKD.numel(), dtype=torch.float64).view_as(some_RKD)
+    by = [x_RTD, *(value for name, value in parameters.items() if name.startswith("layers."))]
+    for one, other in zip(
+        *(torch.autograd.grad((found * weight_RKD).sum(), by) for found in (some_RKD, of_all_RKD)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("packed", [False, True])
