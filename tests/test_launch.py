@@ -217,7 +217,7 @@ def test_shares_that_do_not_hear_are_ended_with_the_iterator(monkeypatch: pytest
 
 def _collects(share: None, link: Link) -> tuple[bool, bool]:
     """Whether a share's process collects what is no longer used, and leaves out what its server has imported."""
-    return gc.isenabled(), gc.get_freeze_count() > 100_000
+    return gc.isenabled(), gc.get_freeze_count() > 1000
 
 
 def test_a_share_collects_what_it_no_longer_uses_but_not_what_was_imported() -> None:
