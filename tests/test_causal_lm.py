@@ -135,7 +135,7 @@ def test_runs_of_a_stack_learn_apart_and_go_on_from_their_state() -> None:
 
     first_RQ = gradient(policy)
     assert torch.allclose(2 * first_RQ[0], first_RQ[1], rtol=1e-12, atol=1e-12)
-    policy.step(first_RQ, policy.shards.norm(first_RQ), torch.tensor([True, False]))
+    policy.step(first_RQ.clone(), policy.shards.norm(first_RQ), torch.tensor([True, False]))
     assert torch.equal(policy.flat_RQ[1], start.initial_Q)
     assert not torch.equal(policy.flat_RQ[0], start.initial_Q)
     second_RQ = gradient(policy)

@@ -178,7 +178,8 @@ class Policy(Protocol):
         ...
 
     def step(self, gradient_RQ: Tensor, norm_R: Tensor, stepping_R: Tensor) -> None:
-        """Take an optimizer step; runs that are not `stepping` stay as they are, to the bit. `norm_R`: see `Shards.norm`."""
+        """Take an optimizer step, which may clip the gradient in its place; runs that are not `stepping` stay as they are, to
+        the bit. `norm_R`: see `Shards.norm`."""
         ...
 
     def sizes(self) -> dict[str, int]:

@@ -49,12 +49,11 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, flat_RQ: Tensor, gradient_RQ: Tensor, norm_R: Tensor, stepping: Sequence[bool]) -> None:
-        """Clip each run's gradient by its norm, float64 [R], and update the runs that step."""
+        """Clip each run's gradient by its norm, float64 [R], in its place, and update the runs that step."""
         training = self.training
         if training.clip_grad:
             shrink_R = (training.clip_grad / norm_R.clamp(min=1e-30)).clamp(max=1.0)
-            if (shrink_R < 1).any():
-                gradient_RQ = gradient_RQ * shrink_R.to(gradient_RQ.dtype)[:, None]
+            gradient_RQ.mul_(shrink_R.to(gradient_RQ.dtype)[:, None])
         for run, steps in enumerate(stepping):
             if steps:
                 self._step(run, flat_RQ[run], gradient_RQ[run])
