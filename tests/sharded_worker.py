@@ -25,7 +25,7 @@ from aggcli.config import settings_from
 from aggcli.policy.causal_lm import causal_start
 from aggcli.policy.sharded import ShardedStart
 from aggcli.records import CHECKPOINT_PARTS
-from aggcli.training.checkpoint import filled, load, need_fit, save
+from aggcli.training.checkpoint import Saver, filled, load, need_fit
 from aggcli.training.loop import Trainer
 from aggcli.world import ALONE, World, join, leave
 from tests.fixtures import MODES
@@ -171,10 +171,11 @@ def begin(ranks: Grid, layout: str, path: Path) -> None:
     if ranks.takes_part(layout):
         path.parent.mkdir(exist_ok=True)
         trainer = ranks.trainer(layout)
-        for _ in range(ranks.steps - 2):
-            next(iter(trainer.steps()))
-            save(path, trainer.checkpoint(), trainer.world)
-        save(path, trainer.checkpoint(), trainer.world)
+        with Saver(path, trainer.world) as saver:
+            for _ in range(ranks.steps - 2):
+                next(iter(trainer.steps()))
+                saver.save(trainer.checkpoint())
+            saver.save(trainer.checkpoint())
         if trainer.world.is_root and trainer.world.size > 1:
             (unused,) = [name for name in CHECKPOINT_PARTS if not (path.parent / name).exists()]
             (path.parent / unused).mkdir()

@@ -16,7 +16,7 @@ from aggcli.config import settings_from, unread_settings
 from aggcli.errors import RolloutError
 from aggcli.policy.transformer import PolicyConfig, initial_parameters
 from aggcli.policy.warm_start import save_policy
-from aggcli.training.checkpoint import load, save
+from aggcli.training.checkpoint import Saver, load
 from aggcli.training.recorded import prepared
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE
@@ -196,7 +196,8 @@ def test_a_resumed_stack_still_knows_which_run_diverged_when_and_why(tmp_path: P
     trainer = grid.trainer_of(setup, _with_a_wild_one(setup, "constant"), ALONE)
     for _ in zip(range(4), trainer.steps(), strict=False):
         pass
-    save(tmp_path / "checkpoint", trainer.checkpoint())
+    with Saver(tmp_path / "checkpoint") as saver:
+        saver.save(trainer.checkpoint())
     again = grid.trainer_of(setup, _with_a_wild_one(setup, "constant"), ALONE)
     found = load(tmp_path / "checkpoint")
     assert found is not None

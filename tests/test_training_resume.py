@@ -8,16 +8,19 @@ import random
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from aggcli.errors import RecordError
 from aggcli.jobs.recording import shares_before
-from aggcli.training.checkpoint import load, save
+from aggcli.training import checkpoint as checkpoint_module
+from aggcli.training.checkpoint import Checkpoint, Saver, load
 from tests.cli import aggcli, refused, results_of, started
 from tests.train_worker import flags
 
@@ -244,8 +247,9 @@ def test_a_directory_from_before_runs_were_cut_into_shares_goes_on_as_one(five: 
     assert shares_before(tmp_path / "blank") is None
 
 
+@pytest.mark.parametrize("told", ["by the next", "when it is waited for", "at the end"])
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
-    five: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    five: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
 ) -> None:
     directory = _copy(five, tmp_path)
     path = directory / "checkpoint.safetensors"
@@ -258,12 +262,46 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
+
+    def saved() -> None:
+        with Saver(path) as saver:
+            saver.save(found)
+            if told == "when it is waited for":
+                saver.wait()
+            elif told == "by the next":
+                saver.save(found)
+            assert told == "at the end"
+
     with pytest.raises(
         RecordError, match=r"checkpoint\.safetensors: cannot be written \(No space left on device\); the one before"
     ):
-        save(path, found)
+        saved()
     assert _parameters(directory) == before
     assert not list(directory.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_checkpoint_is_of_its_step_though_it_is_written_beside_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    """A large one is not: memory would hold it twice."""
+    written, goes_on = checkpoint_module._replace, threading.Event()
+
+    def slowly(path: Path, content: bytes) -> None:
+        goes_on.wait(0.2 if is_large else 20)
+        written(path, content)
+
+    monkeypatch.setattr(checkpoint_module, "_replace", slowly)
+    monkeypatch.setattr(checkpoint_module, "BESIDE_UP_TO", 100 if is_large else 2**28)
+    path, value = tmp_path / "checkpoint.safetensors", torch.ones(3)
+    with Saver(path) as saver:
+        saver.save(Checkpoint(1, [1], ["run"], {}, {"parameters": value}))
+        assert path.exists() == is_large
+        value += 1
+        goes_on.set()
+    found = load(path)
+    assert found is not None
+    assert found.tensors["parameters"].tolist() == [1.0] * 3
 
 
 # -- damaged records and checkpoints ----------------------------------------------------------------------------------

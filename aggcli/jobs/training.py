@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from aggcli.measurement.comparison import LayoutComparison
     from aggcli.rules import Rule
     from aggcli.run_writer import RunWriter
+    from aggcli.training.checkpoint import Saver
     from aggcli.training.loop import BrokenRun, TrainedStep, Trainer
     from aggcli.training.stack import RunSpec
     from aggcli.world import World
@@ -388,7 +389,7 @@ def _trained(share: TrainingShare, link: Link) -> Trained:
     import torch
 
     from aggcli import grid
-    from aggcli.training.checkpoint import checkpoint_of, filled, load, need_fit, save
+    from aggcli.training.checkpoint import Saver, checkpoint_of, filled, load, need_fit
 
     request, world, runs = share.request, share.world, share.own_runs
     setup, path = grid.arrived(share.setup or request.config), checkpoint_of(share.directory, share.number, share.shares)
@@ -403,10 +404,10 @@ def _trained(share: TrainingShare, link: Link) -> Trained:
         stack = recording.Stack(
             request, setup.response_limit, str(setup.device), torch.get_num_threads(), share.runs, share.directory, share.shares
         )
-        with stack.writers(runs, world, trainer.step if goes_on else None) as writers:
+        with stack.writers(runs, world, trainer.step if goes_on else None) as writers, Saver(path, world) as saver:
             if (held := _held(trainer, world)) and world.is_root:
                 link.tell(held)
-            done = _loop(trainer, writers, share, link, lambda: save(path, trainer.checkpoint(), world))
+            done = _loop(trainer, writers, share, link, saver)
             if setup.task is not None and trainer.runs:
                 final = grid.evaluate(setup, trainer.policy, [run.seed for run in trainer.runs])
                 done.final = {run.name: dataclasses.asdict(found) for run, found in zip(trainer.runs, final, strict=True)}
@@ -415,10 +416,8 @@ def _trained(share: TrainingShare, link: Link) -> Trained:
     return done
 
 
-def _loop(
-    trainer: Trainer, writers: dict[str, RunWriter], share: TrainingShare, link: Link, keep: Callable[[], None]
-) -> Trained:
-    """Train a share's runs to the end; `keep` writes their checkpoint. Raises `KeyboardInterrupt` when told to stop."""
+def _loop(trainer: Trainer, writers: dict[str, RunWriter], share: TrainingShare, link: Link, saver: Saver) -> Trained:
+    """Train a share's runs to the end. Raises `KeyboardInterrupt` when told to stop, with their checkpoint on disk."""
     training, world = share.request.config.training, share.world
     result = Trained()
     if world.is_root:
@@ -431,8 +430,9 @@ def _loop(
         is_stopping = any(world.everyone(link.is_stopping))
         link.tell(Progress(trainer.step, done.tokens / done.seconds, _numbers(done) if share.is_shown else ()))
         if is_stopping or trainer.step % training.checkpoint_every == 0 or trainer.step == training.steps:
-            keep()
+            saver.save(trainer.checkpoint())
         if is_stopping:
+            saver.wait()
             raise KeyboardInterrupt
     return result
 

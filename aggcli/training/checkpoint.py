@@ -13,11 +13,13 @@ import logging
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -52,16 +54,50 @@ class Checkpoint:
     parts: Path | None = None
 
 
-def save(path: Path, checkpoint: Checkpoint, world: World = ALONE) -> None:
-    """Write the checkpoint of a stack; the previous one stays whole until the new one is. Every rank of the world must call it.
-    Raises `RecordError`."""
-    if world.size > 1 and any(_is_part(value) for value in checkpoint.tensors.values()):
-        _save_parts(path, checkpoint, world)
-    elif world.is_root:
-        tensors = {name: value.contiguous().cpu() for name, value in checkpoint.tensors.items()}
-        _write(path, {name: getattr(checkpoint, name) for name in FACTS}, tensors)
-        for name in CHECKPOINT_PARTS:  # of a run that more ranks have begun
-            shutil.rmtree(path.with_name(name), ignore_errors=True)
+BESIDE_UP_TO = 2**28
+"""Bytes up to which a checkpoint is written while its stack goes on: until it is, memory holds it twice."""
+
+
+class Saver:
+    """Writes the checkpoints of a stack, each beside the steps that follow it; the one before stays whole until it is. Every
+    rank of the world must have one, and call the same methods. Around the steps: it is left with the last one on disk.
+    """
+
+    def __init__(self, path: Path, world: World = ALONE) -> None:
+        self._path, self._world = path, world
+        self._pool, self._writing = ThreadPoolExecutor(1), Future[None]()
+        self._writing.set_result(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self._pool.shutdown()
+        if error is None:
+            self.wait()
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Keep this one. Raises `RecordError` where it, or the one before, cannot be written; or the next call does."""
+        self.wait()
+        if self._world.size > 1 and any(_is_part(value) for value in checkpoint.tensors.values()):
+            _save_parts(self._path, checkpoint, self._world)
+        elif self._world.is_root:
+            tensors = {name: value.contiguous().cpu() for name, value in checkpoint.tensors.items()}
+            content = _as_bytes({name: getattr(checkpoint, name) for name in FACTS}, tensors)
+            self._writing = self._pool.submit(_replace, self._path, content)
+            if len(content) > BESIDE_UP_TO:
+                self.wait()
+
+    def wait(self) -> None:
+        """Until what was saved is on disk. Raises `RecordError` where it cannot be written."""
+        self._writing.result()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """A checkpoint that holds its tensors itself, in the place of any other."""
+    _write(path, content)
+    for name in CHECKPOINT_PARTS:  # of a run that more ranks have begun
+        shutil.rmtree(path.with_name(name), ignore_errors=True)
 
 
 def _save_parts(path: Path, checkpoint: Checkpoint, world: World) -> None:
@@ -81,7 +117,7 @@ def _save_parts(path: Path, checkpoint: Checkpoint, world: World) -> None:
         distributed.save(checkpoint.tensors, storage_writer=writer, process_group=world.group)
     if world.is_root:
         facts = {name: getattr(checkpoint, name) for name in FACTS}
-        _write(path, {**facts, "parts": after}, {})
+        _write(path, _as_bytes({**facts, "parts": after}, {}))
         shutil.rmtree(path.with_name(before), ignore_errors=True)
 
 
@@ -164,12 +200,16 @@ def _described(folder: Path) -> dict[str, Tensor]:
     return {name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in held.items()}
 
 
-def _write(path: Path, facts: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+def _as_bytes(facts: Mapping[str, Any], tensors: dict[str, Tensor]) -> bytes:
     from safetensors.torch import save as as_bytes
 
+    return as_bytes(tensors, metadata={"aggcli": json.dumps(facts)})
+
+
+def _write(path: Path, content: bytes) -> None:
     try:
         with whole_file(path) as draft:
-            draft.write_bytes(as_bytes(tensors, metadata={"aggcli": json.dumps(facts)}))
+            draft.write_bytes(content)
     except OSError as error:
         reason = error.strerror or error
         raise RecordError(f"{path}: cannot be written ({reason}); the one before it is kept") from None
