@@ -8,9 +8,10 @@ import random
 import shutil
 import signal
 import subprocess
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,25 +281,33 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     assert not list(directory.glob("*.tmp"))
 
 
+class _Late:
+    """A pool that does what it is given when that is asked for."""
+
+    def __init__(self, workers: int) -> None:
+        self.given: list[Callable[[], None]] = []
+
+    def submit(self, work: Callable[..., None], *given: object) -> SimpleNamespace:
+        self.given.append(lambda: work(*given))
+        return SimpleNamespace(result=self.shutdown)
+
+    def shutdown(self) -> None:
+        while self.given:
+            self.given.pop()()
+
+
 @pytest.mark.parametrize("is_large", [False, True])
 def test_a_checkpoint_is_of_its_step_though_it_is_written_beside_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
 ) -> None:
-    """A large one is not: memory would hold it twice."""
-    written, goes_on = checkpoint_module._replace, threading.Event()
-
-    def slowly(path: Path, content: bytes) -> None:
-        goes_on.wait(0.2 if is_large else 20)
-        written(path, content)
-
-    monkeypatch.setattr(checkpoint_module, "_replace", slowly)
+    """A large one is written at once: memory would hold it twice."""
+    monkeypatch.setattr(checkpoint_module, "ThreadPoolExecutor", _Late)
     monkeypatch.setattr(checkpoint_module, "BESIDE_UP_TO", 100 if is_large else 2**28)
     path, value = tmp_path / "checkpoint.safetensors", torch.ones(3)
     with Saver(path) as saver:
         saver.save(Checkpoint(1, [1], ["run"], {}, {"parameters": value}))
         assert path.exists() == is_large
         value += 1
-        goes_on.set()
     found = load(path)
     assert found is not None
     assert found.tensors["parameters"].tolist() == [1.0] * 3
