@@ -81,9 +81,11 @@ def test_each_token_is_the_inverse_of_the_cumulative_distribution_at_its_noise()
 def test_sampling_does_not_depend_on_compaction(monkeypatch: pytest.MonkeyPatch):
     parameters, prompts, noise = policies(3), prompts_of(3, 4), noise_of(3, 24)
     results = []
-    for share, fewest, every in ((0.0, 0, 1), (1.0, 0, 1), (1.0, 20, 1), (0.7, 0, 2), (0.9, 0, 5)):
+    cases = ((0.0, 0, 0.0, 1), (1.0, 0, 0.0, 1), (1.0, 20, 1.0, 1), (0.0, 0, 1.0, 1), (0.7, 0, 0.5, 2), (0.9, 0, 1.0, 5))
+    for share, fewest, runs, every in cases:
         monkeypatch.setattr(sampling, "COMPACT_AT", share)
         monkeypatch.setattr(sampling, "FEWEST_SAVED", fewest)
+        monkeypatch.setattr(sampling, "RUNS_LEAVE_AT", runs)
         monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", every)
         results.append(drawn(parameters, prompts, noise))
     for result in results[1:]:
@@ -116,10 +118,67 @@ def test_the_policy_is_asked_once_for_each_prefix_that_unfinished_rows_stand_at(
     assert len(asked) > 6
 
 
+def test_a_run_is_read_no_more_once_half_of_them_have_ended(monkeypatch: pytest.MonkeyPatch):
+    parameters, prompts, noise = policies(8), prompts_of(8, 1), noise_of(8, 1)
+    asked: list[tuple[int, int]] = []
+    read = sampling._Decoder.read
+
+    def counted(self: sampling._Decoder, t: int) -> None:
+        asked.append((self.runs, len(self.weights.head)))
+        read(self, t)
+
+    monkeypatch.setattr(sampling._Decoder, "read", counted)
+    result = drawn(parameters, prompts, noise)
+    runs, expected = 8, []
+    for t in range(LIMIT - 1):
+        unfinished = int(((result.length_RB > t + 1) | (result.truncated_RB & (t + 1 < LIMIT))).sum())
+        runs = unfinished if unfinished <= runs / 2 else runs
+        expected.append((runs, runs))
+    assert asked == [both for both in expected if both[0]]
+    assert len(set(asked)) > 2
+
+
+def test_rows_that_end_between_two_looks_are_drawn_no_more_after_the_second(monkeypatch: pytest.MonkeyPatch):
+    parameters, prompts, noise = policies(2), prompts_of(2, 2), noise_of(2, 24)
+    monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", 3)
+    rows: list[int] = []
+    draw = sampling._Decoder.draw
+
+    def counted(self: sampling._Decoder, t: int) -> Tensor:
+        rows.append(len(self.row_M))
+        return draw(self, t)
+
+    monkeypatch.setattr(sampling._Decoder, "draw", counted)
+    result = drawn(parameters, prompts, noise)
+    looked = [t // 3 * 3 for t in range(len(rows))]  # the tokens drawn before the last look
+    assert rows == [int(((result.length_RB > before) | result.truncated_RB).sum()) for before in looked]
+    assert len(set(rows)) > 2
+
+
 def test_a_run_of_a_stack_samples_what_it_samples_alone():
     parameters, prompts, noise = policies(4), prompts_of(4, 4), noise_of(4, 24)
     together = drawn(parameters, prompts, noise)
     for run in range(4):
+        alone = drawn(run_of(parameters, run), prompts[run : run + 1], noise[run : run + 1])
+        part = Sampled(*(getattr(together, name)[run : run + 1] for name in Sampled.__dataclass_fields__))
+        assert_same(alone, part)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_runs_that_stay_when_others_leave_sample_what_they_sample_alone(every: int, monkeypatch: pytest.MonkeyPatch):
+    parameters, prompts, noise = policies(8), prompts_of(8, 1), noise_of(8, 1)
+    monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", every)
+    stayed: list[list[int]] = []
+    of_runs = sampling._Weights.of_runs
+
+    def seen(self: sampling._Weights, kept_R: Tensor) -> sampling._Weights:
+        stayed.append(kept_R.tolist())
+        return of_runs(self, kept_R)
+
+    monkeypatch.setattr(sampling._Weights, "of_runs", seen)
+    together = drawn(parameters, prompts, noise)
+    assert any(runs != list(range(len(runs))) for runs in stayed)  # not the first ones
+    for run in range(8):
         alone = drawn(run_of(parameters, run), prompts[run : run + 1], noise[run : run + 1])
         part = Sampled(*(getattr(together, name)[run : run + 1] for name in Sampled.__dataclass_fields__))
         assert_same(alone, part)

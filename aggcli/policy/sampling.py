@@ -9,8 +9,10 @@ prompt begin at one prefix and part where their noise makes them draw different 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -34,6 +36,8 @@ COMPACT_AT = 0.7
 """Prefixes that no row needs any more leave once at most this share of them is still wanted,"""
 FEWEST_SAVED = 16
 """and where these are at least so many in the stack: fewer cost less to read than to leave."""
+RUNS_LEAVE_AT = 0.5
+"""Runs of which no row goes on leave where at most this share of the runs is left: the weights of these are copied."""
 CHECK_EVERY = {"cpu": 1}
 """Tokens between two looks at which prefixes are wanted. A look waits for the device: with one after every token rows share
 their prefixes, with fewer each has its own from its first token on."""
@@ -82,10 +86,14 @@ def _decoded(decoder: _Decoder, end_id: int, pad_id: int) -> Sampled:
 
 
 class _Decoder:
-    """`rows` rows of each run, flat as M = R * rows, and the prefixes that they stand at: `prefixes` of each run, the same
-    number in every run, flat as N. `prefix_M`: the prefix of each row, and N, which is none, once the row has ended;
-    `can_part`: whether two rows may stand at one prefix; `token_N`: what each prefix reads next, as a row of the embeddings of
-    one place; `drawn_from`: which row of its `logits` each row of `drawn` came from, position by position.
+    """The rows that are drawn, flat as M, of the `rows` of each of `all_runs`, and the prefixes that they stand at: `prefixes`
+    of each of the `runs` that are read, flat as N.
+
+    `row_M`: which rows those are; `prefix_M`: the prefix of each; `has_ended_M`: whether it has ended since the last look,
+    None where that was at the token before; `can_part`: whether two rows may stand at one prefix; `first_token_R`: the first
+    token of each run that is read, in the embeddings of one place, on the host, and `first_token_R1` on the device; `token_N`:
+    what each prefix reads next, as a row of these; `drawn`: of each position, which rows drew what, and
+    which row of its `logits` from.
 
     Caches are place-first, [2, P + L, N, H, d], so that a new token is one write and attention reads one block.
     """
@@ -93,24 +101,21 @@ class _Decoder:
     def __init__(
         self, parameters: Parameters, config: PolicyConfig, prompts_RPL: Tensor, uniforms_RBL: Tensor, temperature: float
     ) -> None:
-        self.runs, self.rows, self.length = uniforms_RBL.shape
+        self.all_runs, self.rows, self.length = uniforms_RBL.shape
         self.prefixes, self.prompt_length = prompts_RPL.shape[1:]
         check_length(config, self.prompt_length + self.length)
         device, dtype = parameters["head"].device, parameters["head"].dtype
+        self.device = device
         self.config, self.weights = config, _Weights.of(parameters, config, temperature)
-        self.first_token_R = np.arange(self.runs) * config.vocabulary_size  # of each run, in the embeddings of one place
-        self.first_token_M = np.repeat(self.first_token_R, self.rows)
+        self._read_runs(np.arange(self.all_runs) * config.vocabulary_size)
         below_1 = 1 - torch.finfo(dtype).eps / 2  # rounding must not make a number 1
-        self.noise_LM1 = (
-            uniforms_RBL.to(device, dtype).clamp(max=below_1).permute(2, 0, 1).contiguous().view(self.length, -1, 1)
-        )
-        self.row_M = torch.arange(self.runs * self.rows, device=device)
-        self.embedded_M = self._there(self.first_token_M)
+        self.noise_ML = uniforms_RBL.to(device, dtype).clamp(max=below_1).flatten(0, 1)
+        self.row_M = torch.arange(self.all_runs * self.rows, device=device)
         self.prefix_M = self.row_M // (self.rows // self.prefixes)
-        self.drawn: list[Tensor] = []
+        self.drawn: list[tuple[Tensor, Tensor, Tensor]] = []
         self.logits: list[Tensor] = []
-        self.drawn_from: list[Tensor] = []
         self.token_N = self.prefix_M[:0]
+        self.has_ended_M: Tensor | None = None
         self.can_part = True
         self._prefill(prompts_RPL)
 
@@ -131,90 +136,111 @@ class _Decoder:
         filled = P * max((several for several in range(1, FEWEST_PLACES // P + 1) if G % several == 0), default=1)
         place = torch.arange(max(filled, FEWEST_PLACES), device=prompts_RPL.device)
         sees = (place[:, None] // P == place // P) & (place[:, None] >= place)  # one prompt of a piece no other, nor what pads
-        seen = torch.where(sees, 0.0, float("-inf")).to(self.noise_LM1.dtype)
+        seen = torch.where(sees, 0.0, float("-inf")).to(self.noise_ML.dtype)
         places, rows, _ = self.weights.embedding_LVD.shape
-        at_RGP = prompts_RPL + self._there(self.first_token_R)[:, None, None]
+        at_RGP = prompts_RPL + self.first_token_R1[:, None]
         at_RGP += torch.arange(P, device=at_RGP.device) * rows
         x_RTD = self.weights.embedding_LVD.view(places * rows, -1).index_select(0, at_RGP.flatten()).view(R, G * P, -1)
         self._predict(self._through(x_RTD, attend, slice(P - 1, None, P)))
 
-    @property
-    def none(self) -> int:
-        """The prefix of rows that have ended: N, one past the last."""
-        return self.runs * self.prefixes
-
     def draw(self, t: int) -> Tensor:
-        """The token of response position t of each row [M], by inverse CDF; ended rows draw one that is cut off."""
-        at_M = self.prefix_M.clamp(max=self.none - 1)
-        below_MV = self.logits_NV.softmax(-1).cumsum(-1).index_select(0, at_M)
+        """The token of response position t of each row [M], by inverse CDF; one that has ended since the last look draws one
+        that is cut off."""
+        below_MV = self.logits_NV.softmax(-1).cumsum(-1).index_select(0, self.prefix_M)
         last = below_MV.shape[1] - 1
-        threshold_M1 = self.noise_LM1[t] * below_MV.narrow(1, last, 1)  # the sum is 1 up to rounding
-        token_M1 = torch.searchsorted(below_MV, threshold_M1, right=True).clamp_(max=last)
+        threshold_M1 = self.noise_ML[:, t : t + 1] * below_MV.narrow(1, last, 1)  # the sum is 1 up to rounding
+        token_M = torch.searchsorted(below_MV, threshold_M1, right=True).clamp_(max=last).flatten()
+        self.drawn.append((self.row_M, token_M, self.prefix_M))
         self.logits.append(self.logits_NV)
-        self.drawn_from.append(at_M)
-        self.drawn.append(token_M1)
-        return token_M1.flatten()
+        return token_M
+
+    def _read_runs(self, first_token_R: np.ndarray) -> None:
+        """Which runs are read from now on, by their first tokens."""
+        self.runs, self.first_token_R = first_token_R.size, first_token_R
+        self.first_token_R1 = self._there(first_token_R[:, None])  # for the device, which would else be waited for
 
     def part(self, token_M: Tensor, end_id: int) -> None:
-        """A prefix of its own for each row that has not ended with this token, before any is read."""
-        self._move(self.prefix_M, token_M + self.embedded_M, filled=self.prompt_length)
-        self.prefix_M = self.row_M.masked_fill(token_M == end_id, self.none)
+        """A prefix of its own for each row, before any is read."""
+        in_run_RB = token_M.view(self.runs, -1)
+        self._move(self.prefix_M, (in_run_RB + self.first_token_R1).flatten(), filled=self.prompt_length)
+        self.prefix_M, self.has_ended_M = self.row_M, token_M == end_id
 
     def stay(self, token_M: Tensor, end_id: int) -> None:
-        """Every prefix grows by the token that its rows have drawn, in its place."""
-        self.prefix_M = self.prefix_M.masked_fill(token_M == end_id, self.none)
-        token_N = token_M.new_zeros(self.none + 1)  # the last takes what rows draw that have ended
-        self.token_N = token_N.scatter_(0, self.prefix_M, token_M + self.embedded_M)[:-1]
+        """Every prefix grows by the token that its row has drawn, in its place, also where that has ended."""
+        in_run_RN = token_M.new_zeros(self.runs * self.prefixes).scatter_(0, self.prefix_M, token_M).view(self.runs, -1)
+        self.token_N = (in_run_RN + self.first_token_R1).flatten()
+        has_ended_M = token_M == end_id
+        self.has_ended_M = has_ended_M if self.has_ended_M is None else self.has_ended_M | has_ended_M
 
     def look(self, token_M: Tensor, end_id: int, t: int) -> bool:
-        """Go on from one prefix for each that an unfinished row stands at after these tokens, at response position t; False
-        where no row goes on. The prefixes before stay where they are, each with its token, if none of them parts and few can
-        be saved. On the host, whose small operations are quicker than torch's."""
-        drawn_M = token_M.cpu().numpy()
-        prefix_M = np.where(drawn_M == end_id, self.none, self.prefix_M.cpu().numpy())
-        goes_on_M = prefix_M < self.none
-        if not self.can_part:  # as many prefixes are wanted as rows go on
-            wanted = int(goes_on_M.reshape(self.runs, -1).sum(-1).max())
-            if not wanted or not self._is_worth_leaving(wanted):
-                self._stay_on_host(prefix_M, drawn_M)
-                return wanted > 0
-        V, none = self.config.vocabulary_size, self.none * self.config.vocabulary_size
-        key_M = np.where(goes_on_M, prefix_M * V + drawn_M, none)
-        is_wanted_K = np.zeros(none + 1, bool)
-        is_wanted_K[key_M] = True
-        is_wanted_RK = is_wanted_K[:-1].reshape(self.runs, -1)
+        """Go on with the rows that have not ended with these tokens, at response position t, from one prefix for each that one
+        of them stands at; False where no row goes on. The prefixes before stay where they are, each with its token, if none of
+        them parts and few can be saved. On the host, whose small operations are quicker than torch's."""
+        drawn_M, prefix_M = token_M.cpu().numpy(), self.prefix_M.cpu().numpy()
+        goes_on_M = drawn_M != end_id
+        if self.has_ended_M is not None:
+            goes_on_M &= ~self.has_ended_M.cpu().numpy()
+            self.has_ended_M = None
+        going_M = goes_on_M.nonzero()[0]
+        if not going_M.size:
+            return False
+        have_ended = going_M.size < drawn_M.size
+        if have_ended:
+            drawn_M, prefix_M, kept_M = drawn_M[going_M], prefix_M[going_M], self._there(going_M)
+            self.row_M, self.noise_ML = self.row_M.index_select(0, kept_M), self.noise_ML.index_select(0, kept_M)
+        if not (self.can_part or (have_ended and self._some_leave(self._rows_in_runs(prefix_M)))):
+            self._stay_on_host(prefix_M, drawn_M)  # as many prefixes are wanted as rows go on
+            return True
+        V = self.config.vocabulary_size
+        key_M = prefix_M * V + drawn_M
+        is_wanted_RK = np.zeros((self.runs, self.prefixes * V), bool)
+        is_wanted_RK.ravel()[key_M] = True
         wanted_R = is_wanted_RK.sum(-1)
-        wanted = int(wanted_R.max())
-        self.can_part = np.count_nonzero(goes_on_M) > wanted_R.sum()
+        self.can_part = drawn_M.size > wanted_R.sum()
         has_parted = is_wanted_RK.reshape(-1, V).sum(-1).max() > 1
-        if not wanted or not (has_parted or self._is_worth_leaving(wanted)):
+        if not (has_parted or self._some_leave(wanted_R)):
             self._stay_on_host(prefix_M, drawn_M)
-            return wanted > 0
-        key_W = is_wanted_K[:-1].nonzero()[0]
-        run_W = np.repeat(np.arange(self.runs), wanted_R)
+            return True
+        going_R = wanted_R.nonzero()[0] if self._runs_leave(wanted_R) else np.arange(self.runs)
+        wanted_R, wanted = wanted_R[going_R], int(wanted_R.max())
+        key_W = is_wanted_RK.ravel().nonzero()[0]
+        run_W = np.repeat(np.arange(going_R.size), wanted_R)
         new_W = np.arange(key_W.size) + (run_W * wanted - (wanted_R.cumsum() - wanted_R)[run_W])
-        key_N = np.repeat(self.first_token_R * self.prefixes, wanted)  # what pads goes on from the first
+        key_N = np.repeat(going_R * self.prefixes * V, wanted)  # what pads goes on from the first
         key_N[new_W] = key_W
-        new_K = np.full(none + 1, self.runs * wanted)
+        new_K = np.zeros(is_wanted_RK.size, np.int64)
         new_K[key_W] = new_W
+        if going_R.size < self.runs:
+            self._read_runs(self.first_token_R[going_R])
+            self.weights = self.weights.of_runs(self._there(going_R))
         parent_N, token_N = divmod(key_N, V)
         self._move(self._there(parent_N), self._there(token_N + np.repeat(self.first_token_R, wanted)), self.prompt_length + t)
         self.prefix_M = self._there(new_K[key_M])
         return True
 
     def _stay_on_host(self, prefix_M: np.ndarray, drawn_M: np.ndarray) -> None:
-        """`stay`, of rows whose ends are known."""
-        token_N = np.zeros(self.none + 1, np.int64)
-        token_N[prefix_M] = drawn_M + self.first_token_M
-        self.prefix_M, self.token_N = self._there(prefix_M), self._there(token_N[:-1])
+        """`stay`, of rows of which none has ended."""
+        token_RN = np.zeros((self.runs, self.prefixes), np.int64)
+        token_RN.ravel()[prefix_M] = drawn_M
+        self.prefix_M, self.token_N = self._there(prefix_M), self._there((token_RN + self.first_token_R[:, None]).ravel())
+
+    def _rows_in_runs(self, prefix_M: np.ndarray) -> np.ndarray:
+        """How many rows are drawn of each run [R]."""
+        return np.bincount(prefix_M // self.prefixes, minlength=self.runs)
 
     def _there(self, value: np.ndarray) -> Tensor:
         """An array of the host on the decoder's device."""
-        return torch.from_numpy(value).to(self.row_M.device)
+        there = torch.from_numpy(value)
+        return there if self.device.type == "cpu" else there.to(self.device)
 
-    def _is_worth_leaving(self, wanted: int) -> bool:
+    def _runs_leave(self, wanted_R: np.ndarray) -> bool:
+        """Whether runs leave of which no prefix is wanted."""
+        return bool(np.count_nonzero(wanted_R) <= RUNS_LEAVE_AT * self.runs)
+
+    def _some_leave(self, wanted_R: np.ndarray) -> bool:
         """Whether prefixes leave where so many of each run are wanted."""
-        return wanted <= COMPACT_AT * self.prefixes and (self.prefixes - wanted) * self.runs >= FEWEST_SAVED
+        there, kept = self.prefixes, int(wanted_R.max())
+        return self._runs_leave(wanted_R) or (kept <= COMPACT_AT * there and (there - kept) * self.runs >= FEWEST_SAVED)
 
     def _move(self, parent_N: Tensor, token_N: Tensor, filled: int) -> None:
         """Go on from the prefixes `parent_N`, each with its token; the first `filled` places of the caches are read."""
@@ -253,19 +279,23 @@ class _Decoder:
 
     def finished(self, end_id: int, pad_id: int) -> Sampled:
         """Everything drawn, cut at each row's first end token."""
-        shape, tokens_ML = (self.runs, self.rows, -1), torch.cat(self.drawn, 1)
-        read_L = torch.tensor([len(logits_NV) for logits_NV in self.logits], device=tokens_ML.device)
-        at_ML = torch.stack(self.drawn_from, 1) + (read_L.cumsum(0) - read_L)
+        rows, length, counts = self.all_runs * self.rows, len(self.drawn), [len(row_M) for row_M, _, _ in self.drawn]
+        before = list(accumulate((len(logits_NV) for logits_NV in self.logits), initial=0))[:-1]
+        row_D, token_D, at_D = (torch.cat(parts) for parts in zip(*self.drawn, strict=True))
+        place_D = row_D * length + self._there(np.repeat(np.arange(length), counts))
         log_probs_NV = torch.log_softmax(torch.cat(self.logits), -1)
-        log_probs_RBL = log_probs_NV.flatten().take(at_ML * log_probs_NV.shape[1] + tokens_ML).view(shape)
-        tokens_RBL = tokens_ML.view(shape)
-        is_end_RBL = tokens_RBL == end_id
-        after_end_RBL = is_end_RBL.cumsum(-1) - is_end_RBL.long() > 0
+        at_D = (at_D + self._there(np.repeat(before, counts))) * log_probs_NV.shape[1] + token_D
+        tokens_SL = token_D.new_zeros(rows * length).index_copy_(0, place_D, token_D).view(rows, length)
+        log_probs_D = log_probs_NV.flatten().take(at_D)
+        log_probs_SL = log_probs_D.new_zeros(rows * length).index_copy_(0, place_D, log_probs_D).view(rows, length)
+        is_end_SL = tokens_SL == end_id
+        after_end_SL = is_end_SL.cumsum(-1) - is_end_SL.long() > 0
+        of_rows = (self.all_runs, self.rows)
         return Sampled(
-            tokens_RBL=tokens_RBL.masked_fill(after_end_RBL, pad_id),
-            length_RB=(~after_end_RBL).sum(-1),
-            log_probs_RBL=log_probs_RBL.masked_fill(after_end_RBL, 0.0),
-            truncated_RB=~is_end_RBL.any(-1),
+            tokens_RBL=tokens_SL.masked_fill(after_end_SL, pad_id).view(*of_rows, -1),
+            length_RB=(~after_end_SL).sum(-1).view(of_rows),
+            log_probs_RBL=log_probs_SL.masked_fill(after_end_SL, 0.0).view(*of_rows, -1),
+            truncated_RB=~is_end_SL.any(-1).view(of_rows),
         )
 
 
@@ -302,3 +332,8 @@ class _Weights:
         layers = [tuple(parameters[f"layers.{layer}.{name}"] for name in BLOCK_WEIGHTS) for layer in range(config.layers)]
         head = parameters["head"] * (root / temperature)
         return cls(embedding_LRVD.flatten(1, 2), layers, head, head.new_full((config.head_width,), score), score, root)
+
+    def of_runs(self, kept_R: Tensor) -> _Weights:
+        """Those of some of the runs; the embeddings stay those of all."""
+        layers = [tuple(weight.index_select(0, kept_R) for weight in of_block) for of_block in self.layers]
+        return dataclasses.replace(self, layers=layers, head=self.head.index_select(0, kept_R))

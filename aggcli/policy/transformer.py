@@ -192,9 +192,8 @@ def attend_gathered(config: PolicyConfig, positions_RBL: Tensor, gather: Gather)
         split = (R, B, *key.shape[1:])
         key, value, key_positions = gather(key.reshape(split), value.reshape(split), positions_RBL)
         seen = key_positions[:, :, None, :] <= positions_RBL[:, :, :, None]
-        key, value = (
-            of_all.flatten(0, 1).to(query.dtype) for of_all in (key, value)
-        )  # which ranks may exchange in another type
+        dtype = query.dtype  # ranks may exchange keys and values in another
+        key, value = (of_all.flatten(0, 1).to(dtype) for of_all in (key, value))
         mixed = scaled_dot_product_attention(query, key, value, attn_mask=seen.flatten(0, 1)[:, None])
         return mixed.transpose(1, 2).reshape(R, B * L, config.width)
 
