@@ -42,6 +42,13 @@ def assert_same(one: Sampled, other: Sampled) -> None:
     torch.testing.assert_close(one.log_probs_RBL[..., :width], other.log_probs_RBL[..., :width], rtol=0, atol=1e-12)
 
 
+def assert_as_alone(together: Sampled, parameters: Parameters, prompts: Tensor, noise: Tensor) -> None:
+    for run in range(len(prompts)):
+        alone = drawn(run_of(parameters, run), prompts[run : run + 1], noise[run : run + 1])
+        part = Sampled(*(getattr(together, name)[run : run + 1] for name in Sampled.__dataclass_fields__))
+        assert_same(alone, part)
+
+
 def test_noise_of_a_sample_does_not_depend_on_count_first_or_length():
     every = Noise((3,), 4, 0, 50).uniforms(32)[0]
     assert torch.equal(Noise((3,), 4, 20, 5).uniforms(32)[0], every[20:25])
@@ -81,11 +88,9 @@ def test_each_token_is_the_inverse_of_the_cumulative_distribution_at_its_noise()
 def test_sampling_does_not_depend_on_compaction(monkeypatch: pytest.MonkeyPatch):
     parameters, prompts, noise = policies(3), prompts_of(3, 4), noise_of(3, 24)
     results = []
-    cases = ((0.0, 0, 0.0, 1), (1.0, 0, 0.0, 1), (1.0, 20, 1.0, 1), (0.0, 0, 1.0, 1), (0.7, 0, 0.5, 2), (0.9, 0, 1.0, 5))
-    for share, fewest, runs, every in cases:
+    for share, fewest, every in ((0.0, 0, 1), (1.0, 0, 1), (1.0, 20, 1), (0.7, 0, 2), (0.9, 0, 5)):
         monkeypatch.setattr(sampling, "COMPACT_AT", share)
         monkeypatch.setattr(sampling, "FEWEST_SAVED", fewest)
-        monkeypatch.setattr(sampling, "RUNS_LEAVE_AT", runs)
         monkeypatch.setitem(sampling.CHECK_EVERY, "cpu", every)
         results.append(drawn(parameters, prompts, noise))
     for result in results[1:]:
@@ -158,10 +163,7 @@ def test_rows_that_end_between_two_looks_are_drawn_no_more_after_the_second(monk
 def test_a_run_of_a_stack_samples_what_it_samples_alone():
     parameters, prompts, noise = policies(4), prompts_of(4, 4), noise_of(4, 24)
     together = drawn(parameters, prompts, noise)
-    for run in range(4):
-        alone = drawn(run_of(parameters, run), prompts[run : run + 1], noise[run : run + 1])
-        part = Sampled(*(getattr(together, name)[run : run + 1] for name in Sampled.__dataclass_fields__))
-        assert_same(alone, part)
+    assert_as_alone(together, parameters, prompts, noise)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -178,10 +180,7 @@ def test_runs_that_stay_when_others_leave_sample_what_they_sample_alone(every: i
     monkeypatch.setattr(sampling._Weights, "of_runs", seen)
     together = drawn(parameters, prompts, noise)
     assert any(runs != list(range(len(runs))) for runs in stayed)  # not the first ones
-    for run in range(8):
-        alone = drawn(run_of(parameters, run), prompts[run : run + 1], noise[run : run + 1])
-        part = Sampled(*(getattr(together, name)[run : run + 1] for name in Sampled.__dataclass_fields__))
-        assert_same(alone, part)
+    assert_as_alone(together, parameters, prompts, noise)
 
 
 def test_groups_of_runs_sample_what_one_group_samples(monkeypatch: pytest.MonkeyPatch):
@@ -266,7 +265,7 @@ def test_compaction_keeps_to_the_device_of_the_parameters():
         parameters = {name: torch.empty(2, *shape, device="cuda") for name, shape in shapes(CONFIG).items()}
         prompts, noise = torch.zeros(2, 3, 4, dtype=torch.int64, device="cuda"), torch.zeros(2, 6, 6, device="cuda")
         decoder = sampling._Decoder(parameters, CONFIG, prompts, noise, 1.0)
-        decoder.part(decoder.draw(0), END)
+        decoder.part(decoder.draw(0))
         decoder.read(0)
         decoder.draw(1)
         result = decoder.finished(END, PAD)

@@ -75,12 +75,12 @@ def _decoded(decoder: _Decoder, end_id: int, pad_id: int) -> Sampled:
         if t + 1 == decoder.length:
             break
         if (t + 1) % check_every == 0:
-            if not decoder.look(token_M, end_id, t):
+            if not decoder.look(end_id, t, check_every):
                 break
         elif t == 0:
-            decoder.part(token_M, end_id)
+            decoder.part(token_M)
         else:
-            decoder.stay(token_M, end_id)
+            decoder.stay(token_M)
         decoder.read(t)
     return decoder.finished(end_id, pad_id)
 
@@ -89,11 +89,9 @@ class _Decoder:
     """The rows that are drawn, flat as M, of the `rows` of each of `all_runs`, and the prefixes that they stand at: `prefixes`
     of each of the `runs` that are read, flat as N.
 
-    `row_M`: which rows those are; `prefix_M`: the prefix of each; `has_ended_M`: whether it has ended since the last look,
-    None where that was at the token before; `can_part`: whether two rows may stand at one prefix; `first_token_R`: the first
-    token of each run that is read, in the embeddings of one place, on the host, and `first_token_R1` on the device; `token_N`:
-    what each prefix reads next, as a row of these; `drawn`: of each position, which rows drew what, and
-    which row of its `logits` from.
+    `row_M`: which rows those are; `prefix_M`: the prefix of each; `can_part`: whether two rows may stand at one prefix;
+    `token_N`: what each prefix reads next; `first_token_R1`: the first token of each run that is read, in the embeddings of one
+    place; `drawn`: of each position, which rows drew what, and which row of its `logits` from.
 
     Caches are place-first, [2, P + L, N, H, d], so that a new token is one write and attention reads one block.
     """
@@ -102,12 +100,12 @@ class _Decoder:
         self, parameters: Parameters, config: PolicyConfig, prompts_RPL: Tensor, uniforms_RBL: Tensor, temperature: float
     ) -> None:
         self.all_runs, self.rows, self.length = uniforms_RBL.shape
+        self.runs = self.all_runs
         self.prefixes, self.prompt_length = prompts_RPL.shape[1:]
         check_length(config, self.prompt_length + self.length)
         device, dtype = parameters["head"].device, parameters["head"].dtype
-        self.device = device
         self.config, self.weights = config, _Weights.of(parameters, config, temperature)
-        self._read_runs(np.arange(self.all_runs) * config.vocabulary_size)
+        self.first_token_R1 = torch.arange(self.runs, device=device)[:, None] * config.vocabulary_size
         below_1 = 1 - torch.finfo(dtype).eps / 2  # rounding must not make a number 1
         self.noise_ML = uniforms_RBL.to(device, dtype).clamp(max=below_1).flatten(0, 1)
         self.row_M = torch.arange(self.all_runs * self.rows, device=device)
@@ -115,7 +113,6 @@ class _Decoder:
         self.drawn: list[tuple[Tensor, Tensor, Tensor]] = []
         self.logits: list[Tensor] = []
         self.token_N = self.prefix_M[:0]
-        self.has_ended_M: Tensor | None = None
         self.can_part = True
         self._prefill(prompts_RPL)
 
@@ -154,33 +151,23 @@ class _Decoder:
         self.logits.append(self.logits_NV)
         return token_M
 
-    def _read_runs(self, first_token_R: np.ndarray) -> None:
-        """Which runs are read from now on, by their first tokens."""
-        self.runs, self.first_token_R = first_token_R.size, first_token_R
-        self.first_token_R1 = self._there(first_token_R[:, None])  # for the device, which would else be waited for
-
-    def part(self, token_M: Tensor, end_id: int) -> None:
+    def part(self, token_M: Tensor) -> None:
         """A prefix of its own for each row, before any is read."""
-        in_run_RB = token_M.view(self.runs, -1)
-        self._move(self.prefix_M, (in_run_RB + self.first_token_R1).flatten(), filled=self.prompt_length)
-        self.prefix_M, self.has_ended_M = self.row_M, token_M == end_id
+        self._move(self.prefix_M, token_M, filled=self.prompt_length)
+        self.prefix_M = self.row_M
 
-    def stay(self, token_M: Tensor, end_id: int) -> None:
-        """Every prefix grows by the token that its row has drawn, in its place, also where that has ended."""
-        in_run_RN = token_M.new_zeros(self.runs * self.prefixes).scatter_(0, self.prefix_M, token_M).view(self.runs, -1)
-        self.token_N = (in_run_RN + self.first_token_R1).flatten()
-        has_ended_M = token_M == end_id
-        self.has_ended_M = has_ended_M if self.has_ended_M is None else self.has_ended_M | has_ended_M
+    def stay(self, token_M: Tensor) -> None:
+        """Every prefix grows by the token that its rows have drawn, in its place, also where these have ended."""
+        self.token_N = token_M.new_zeros(self.runs * self.prefixes).scatter_(0, self.prefix_M, token_M)
 
-    def look(self, token_M: Tensor, end_id: int, t: int) -> bool:
-        """Go on with the rows that have not ended with these tokens, at response position t, from one prefix for each that one
-        of them stands at; False where no row goes on. The prefixes before stay where they are, each with its token, if none of
-        them parts and few can be saved. On the host, whose small operations are quicker than torch's."""
-        drawn_M, prefix_M = token_M.cpu().numpy(), self.prefix_M.cpu().numpy()
-        goes_on_M = drawn_M != end_id
-        if self.has_ended_M is not None:
-            goes_on_M &= ~self.has_ended_M.cpu().numpy()
-            self.has_ended_M = None
+    def look(self, end_id: int, t: int, tokens: int) -> bool:
+        """Go on with the rows that have not ended in the last `tokens` tokens, up to response position t, from one prefix for
+        each that one of them stands at; False where no row goes on. The prefixes before stay where they are, each with its
+        token, if none of them parts and few can be saved. On the host, whose small operations are quicker than torch's."""
+        *before, drawn_M = (token_M.cpu().numpy() for _, token_M, _ in self.drawn[-tokens:])
+        goes_on_M, prefix_M = drawn_M != end_id, self.prefix_M.cpu().numpy()
+        for earlier_M in before:
+            goes_on_M &= earlier_M != end_id
         going_M = goes_on_M.nonzero()[0]
         if not going_M.size:
             return False
@@ -188,8 +175,9 @@ class _Decoder:
         if have_ended:
             drawn_M, prefix_M, kept_M = drawn_M[going_M], prefix_M[going_M], self._there(going_M)
             self.row_M, self.noise_ML = self.row_M.index_select(0, kept_M), self.noise_ML.index_select(0, kept_M)
+            self.prefix_M = self._there(prefix_M)
         if not (self.can_part or (have_ended and self._some_leave(self._rows_in_runs(prefix_M)))):
-            self._stay_on_host(prefix_M, drawn_M)  # as many prefixes are wanted as rows go on
+            self.stay(self._there(drawn_M))  # as many prefixes are wanted as rows go on
             return True
         V = self.config.vocabulary_size
         key_M = prefix_M * V + drawn_M
@@ -199,7 +187,7 @@ class _Decoder:
         self.can_part = drawn_M.size > wanted_R.sum()
         has_parted = is_wanted_RK.reshape(-1, V).sum(-1).max() > 1
         if not (has_parted or self._some_leave(wanted_R)):
-            self._stay_on_host(prefix_M, drawn_M)
+            self.stay(self._there(drawn_M))
             return True
         going_R = wanted_R.nonzero()[0] if self._runs_leave(wanted_R) else np.arange(self.runs)
         wanted_R, wanted = wanted_R[going_R], int(wanted_R.max())
@@ -211,18 +199,12 @@ class _Decoder:
         new_K = np.zeros(is_wanted_RK.size, np.int64)
         new_K[key_W] = new_W
         if going_R.size < self.runs:
-            self._read_runs(self.first_token_R[going_R])
-            self.weights = self.weights.of_runs(self._there(going_R))
+            kept_R, self.runs = self._there(going_R), going_R.size
+            self.weights, self.first_token_R1 = self.weights.of_runs(kept_R), self.first_token_R1.index_select(0, kept_R)
         parent_N, token_N = divmod(key_N, V)
-        self._move(self._there(parent_N), self._there(token_N + np.repeat(self.first_token_R, wanted)), self.prompt_length + t)
+        self._move(self._there(parent_N), self._there(token_N), self.prompt_length + t)
         self.prefix_M = self._there(new_K[key_M])
         return True
-
-    def _stay_on_host(self, prefix_M: np.ndarray, drawn_M: np.ndarray) -> None:
-        """`stay`, of rows of which none has ended."""
-        token_RN = np.zeros((self.runs, self.prefixes), np.int64)
-        token_RN.ravel()[prefix_M] = drawn_M
-        self.prefix_M, self.token_N = self._there(prefix_M), self._there((token_RN + self.first_token_R[:, None]).ravel())
 
     def _rows_in_runs(self, prefix_M: np.ndarray) -> np.ndarray:
         """How many rows are drawn of each run [R]."""
@@ -230,15 +212,14 @@ class _Decoder:
 
     def _there(self, value: np.ndarray) -> Tensor:
         """An array of the host on the decoder's device."""
-        there = torch.from_numpy(value)
-        return there if self.device.type == "cpu" else there.to(self.device)
+        return torch.from_numpy(value).to(self.row_M.device)
 
     def _runs_leave(self, wanted_R: np.ndarray) -> bool:
         """Whether runs leave of which no prefix is wanted."""
         return bool(np.count_nonzero(wanted_R) <= RUNS_LEAVE_AT * self.runs)
 
     def _some_leave(self, wanted_R: np.ndarray) -> bool:
-        """Whether prefixes leave where so many of each run are wanted."""
+        """Whether prefixes or runs leave where so many prefixes of each run are wanted."""
         there, kept = self.prefixes, int(wanted_R.max())
         return self._runs_leave(wanted_R) or (kept <= COMPACT_AT * there and (there - kept) * self.runs >= FEWEST_SAVED)
 
@@ -250,7 +231,8 @@ class _Decoder:
     def read(self, t: int) -> None:
         """Feed the tokens just drawn, at response position t, and compute the next logits."""
         place = self.prompt_length + t
-        x_RND = self.weights.embedding_LVD[place].index_select(0, self.token_N).view(self.runs, self.prefixes, -1)
+        at_RN = self.token_N.view(self.runs, -1) + self.first_token_R1
+        x_RND = self.weights.embedding_LVD[place].index_select(0, at_RN.flatten()).view(self.runs, self.prefixes, -1)
         self._predict(self._through(x_RND, lambda layer, qkv_RNX: self._attend(qkv_RNX, self.caches[layer], place)))
 
     def _through(self, x_RTD: Tensor, attend: Callable[[int, Tensor], Tensor], wanted: slice = slice(None)) -> Tensor:
