@@ -6,7 +6,9 @@ import dataclasses
 import gc
 import json
 import os
+import platform
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 
 from aggcli import grid
@@ -223,6 +226,37 @@ def _collects(share: None, link: Link) -> tuple[bool, bool]:
 def test_a_share_collects_what_it_no_longer_uses_but_not_what_was_imported() -> None:
     outcomes, _ = _outcomes(_collects, [None], Processes(1))
     assert outcomes[0].result == (True, True)
+
+
+def _faults(rounds: int, link: Link) -> int:
+    """Pages that a share had to be given anew while it made 48 MiB of arrays and threw them away, round after round."""
+    given = [0, 0]
+    for at in (0, 1):
+        for _ in range(rounds):
+            arrays = [np.ones(2**18) for _ in range(24)]
+            arrays.clear()
+        given[at] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return given[1] - given[0]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_a_share_keeps_freed_memory_for_its_next_arrays() -> None:
+    """Given back in every round they would be up to 48 MiB / 4 KiB = 12,288 pages in each."""
+    outcomes, _ = _outcomes(_faults, [8], Processes(1))
+    assert outcomes[0].result < 12_288
+
+
+def test_an_own_setting_of_kept_memory_stays_and_nothing_is_left_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    mmap, trim = processes.KEPT_MEMORY
+    monkeypatch.setenv(trim, "4096")
+    monkeypatch.delenv(mmap, raising=False)
+    monkeypatch.setattr(processes.multiprocessing, "set_forkserver_preload", lambda modules: None)
+    begun_with: dict[str, str] = {}
+    monkeypatch.setattr(processes.forkserver, "ensure_running", lambda: begun_with.update(os.environ))
+    before = dict(os.environ)
+    processes.warm_up(())
+    assert (begun_with[trim], begun_with[mmap]) == ("4096", processes.KEPT_MEMORY[mmap])
+    assert dict(os.environ) == before
 
 
 class _Interrupted:

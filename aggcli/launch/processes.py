@@ -35,6 +35,9 @@ AT_ONCE = signal.SIGUSR1
 """Has a share end where it stands; SIGTERM has it end where it can be gone on with. Ctrl-C is for the launcher alone."""
 TURN = 0.2
 """Seconds after which the launcher looks whether it was told to stop."""
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20)}
+"""What has glibc keep up to so many freed bytes for the arrays of the next step, in pieces of up to so many: a share else gives
+them back in every step, and waits for pages of zeros again. Read where a process begins; others than glibc do not know them."""
 
 
 def can_fork_from_server() -> bool:
@@ -48,6 +51,7 @@ def warm_up(modules: Sequence[str]) -> None:
     resource_tracker.ensure_running()  # which unblocks SIGINT, so it must come first
     path = os.pathsep.join(folder for folder in sys.path if folder)  # which the server of Python 3.11 is not told otherwise
     own = {LAUNCHER: str(os.getpid()), FOLDER: util.get_temp_dir(), "PYTHONPATH": path}
+    own |= {name: value for name, value in KEPT_MEMORY.items() if name not in os.environ}
     before = {name: os.environ.get(name) for name in own}
     os.environ |= own
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # stays blocked in the server: Ctrl-C would end its imports
