@@ -7,8 +7,11 @@ import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from aggcli.config import ObjectiveConfig, settings_from
 from aggcli.jobs.steps import Replay
+from aggcli.layout.views import WholeStep
 from aggcli.measurement.report import StepReport
 from aggcli.rollouts.batch import RolloutBatch
 from aggcli.rollouts.builder import BatchBuilder
@@ -157,6 +160,12 @@ def random_fanout(seed: int = 7) -> list[Sample]:
                 )
             rollout += 1
     return made
+
+
+def with_places(whole: WholeStep) -> WholeStep:
+    """The same step, whose views say where in its flat arrays their tokens are: `tokens["place"]`."""
+    place_T = torch.arange(whole.step.loss_mask_T.numel())
+    return WholeStep(whole.step, {**whole.tokens, "place": place_T}, whole.weights, whole.sequences)
 
 
 def replayed(batch: RolloutBatch, modes: tuple[str, ...] = MODES, **settings: Any) -> list[StepReport]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import optimize
+from scipy import optimize, stats
 
 from aggcli.analysis.comparison import compare
-from aggcli.analysis.curves import Curve, FitOptions, Refused, fit, points_of
+from aggcli.analysis.curves import Curve, FitOptions, Refused, bent_p_value, fit, points_of
 from aggcli.analysis.efficiency import common_asymptote, efficiency, fit_runs, mode_curves
 from aggcli.analysis.histories import MEASURES, History
 from aggcli.analysis.sigmoid import CurveParameters, Grid, grid_search, sigmoid, slopes
@@ -130,6 +130,21 @@ def test_curves_that_have_not_bent_are_refused(deviation: float):
         trials = [fit(C_60, shape + gain * rng.normal(0, deviation, 60), FitOptions()) for _ in range(10 if deviation else 1)]
         assert sum(isinstance(found, Curve) for found in trials) <= (1 if deviation else 0)
         assert any("not bent" in found.reason for found in trials if isinstance(found, Refused))
+
+
+@pytest.mark.parametrize("start", [None, 0.3])
+def test_the_p_of_a_bend_is_by_the_power_law_that_scipy_fits(start: float | None):
+    """R_0 + k C^B by `curve_fit`, and the F-test by `scipy.stats`."""
+    R = noisy(3, deviation=0.1)
+
+    def power_law(C: np.ndarray, k: float, B: float, R_0: float = 0.3) -> np.ndarray:
+        return R_0 + k * (C / C_60[-1]) ** B
+
+    found, _ = optimize.curve_fit(power_law, C_60, R, [0.4, 0.4] if start else [0.4, 0.4, 0.3], ftol=1e-14, xtol=1e-14)
+    left, freedom = float(((R - power_law(C_60, *found)) ** 2).sum()), 57 if start else 56
+    squares = 0.93 * left
+    expected = stats.f.sf((left - squares) / (squares / freedom), 1, freedom)
+    assert bent_p_value(C_60, R, squares, start) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_refusal_says_why():

@@ -13,7 +13,7 @@ from aggcli.layout.schedule import parse_layout, schedule_step
 from aggcli.layout.views import cut
 from aggcli.measurement.local import MeasureConfig, gradients
 from aggcli.objective.step import step_inputs
-from tests.fixtures import batch_of, replayed
+from tests.fixtures import batch_of, replayed, with_places
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "slime_reducer.json").read_text())
 CASES = [(entry["fixture"], case) for entry in GOLDEN for case in entry["cases"]]
@@ -76,7 +76,7 @@ def test_the_gradient_by_log_probs_is_slimes(fixture: dict, case: dict) -> None:
     (layout,) = (parse_layout(text) for text in _settings(fixture, case)["layouts"])
     found_T = torch.zeros(step.loss_mask_T.numel(), dtype=torch.float64)
     measuring = MeasureConfig(inputs.names, inputs.weight_names, objective, True, 1.0, 20)
-    for view in cut(inputs.whole, [schedule_step(layout, step.total_length_S.tolist())], layout.cp):
-        found_T[view.step_position_T] += gradients(view, measuring)[mode]
+    for view in cut(with_places(inputs.whole), [schedule_step(layout, step.total_length_S.tolist())], layout.cp):
+        found_T[view.tokens["place"]] += gradients(view, measuring)[mode]
     expected = [value for row in case["grads"] for value in row]
     assert found_T.tolist() == pytest.approx(expected, abs=1e-10)

@@ -17,7 +17,7 @@ from aggcli.measurement.reduce import combine, reduced_values
 from aggcli.objective.step import StepInputs, step_inputs
 from aggcli.objective.weights import rule_weights
 from tests import closed_form
-from tests.fixtures import MODES, Sample, batch_of, fx_b, fx_c, fx_d, fx_f, random_fanout, rules_named
+from tests.fixtures import MODES, Sample, batch_of, fx_b, fx_c, fx_d, fx_f, random_fanout, rules_named, with_places
 
 CLIP = {"eps_clip": 0.1, "eps_clip_high": 0.2}
 DIVISOR = 10.0
@@ -97,12 +97,12 @@ def test_every_layout_gives_the_closed_form(name: str, dtype: torch.dtype, limit
     worst = 0.0
     for dp, cp, rule, budget in GRID:
         layout, schedule = _layout(dp, cp, rule, budget, samples)
-        views = cut(inputs.whole, [schedule], layout.cp)
+        views = cut(with_places(inputs.whole), [schedule], layout.cp)
         total = combine([part for view in views for part in measure([view], measuring).values()])
         found = {mode: torch.zeros(inputs.step.loss_mask_T.numel(), dtype=torch.float64) for mode in MODES}
         for view in views:
             for mode, gradient_T in gradients(view, measuring).items():
-                found[mode][view.step_position_T] += gradient_T.double()
+                found[mode][view.tokens["place"]] += gradient_T.double()
         for mode in MODES:
             values = reduced_values(total, mode)
             for metric, expected in numbers[mode].items():

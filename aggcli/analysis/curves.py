@@ -92,17 +92,18 @@ def bent_p_value(C: Floats, R: Floats, squares: float, start: float | None) -> f
     Small when the power law fits worse. The power law is solved exactly in R_0 and k, and by a bounded search in B.
     """
 
-    def left_over(log_B: float) -> float:
-        powered = (C / C[-1]) ** math.exp(log_B)
-        columns = powered[:, None] if start is not None else np.stack([np.ones_like(C), powered], 1)
-        target = R - (start or 0.0)
-        solved = np.linalg.lstsq(columns, target, rcond=None)[0]
-        return float(((target - columns @ solved) ** 2).sum())
+    target = R - R.mean() if start is None else R - start
+
+    def left_over(log_B: ArrayLike) -> Floats:
+        powered = (C / C[-1]) ** np.exp(np.asarray(log_B))[..., None]
+        column = powered - powered.mean(-1, keepdims=True) if start is None else powered  # of means, R_0 solves the rest
+        k = (column @ target) / np.maximum((column * column).sum(-1), 1e-300)
+        return ((target - k[..., None] * column) ** 2).sum(-1)
 
     from scipy import optimize  # half a second to import, and only fits come here
 
     trials = np.linspace(math.log(EXPONENTS[0]), math.log(EXPONENTS[1]), 40)
-    nearest = int(np.argmin([left_over(one) for one in trials]))
+    nearest = int(left_over(trials).argmin())
     around = (trials[max(nearest - 1, 0)], trials[min(nearest + 1, len(trials) - 1)])
     power = float(optimize.minimize_scalar(left_over, bounds=around, method="bounded").fun)  # pyright: ignore[reportAttributeAccessIssue]
     total = float(((R - R.mean()) ** 2).sum())

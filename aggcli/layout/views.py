@@ -70,8 +70,7 @@ class LocalView:
     nothing), `response_length_S`, `mask_sum_S` (trained tokens of the whole sample, over all context-parallel ranks),
     `rollout_share_S` (1 over the number of training samples of its rollout), `token_count_S` (how many of its tokens are
     here). Per token, only the tokens that the rank computes, sample after sample [T]: `tokens`, by field name; `weights`, by
-    aggregation rule, or in a stack by what they weigh; `step_position_T`, positions in the step's flat arrays. `sequences`:
-    numbers of whole samples [S], by name.
+    aggregation rule, or in a stack by what they weigh. `sequences`: numbers of whole samples [S], by name.
 
     `counted_S` is 1 on one context-parallel rank of each data-parallel rank and 0 on the others, so that per-sample numbers
     are counted once however many ranks share a sequence.
@@ -91,7 +90,6 @@ class LocalView:
     tokens: dict[str, Tensor]
     weights: dict[str, Tensor]
     sequences: dict[str, Tensor]
-    step_position_T: Tensor
 
 
 class WholeStep:
@@ -116,18 +114,32 @@ class WholeStep:
         return made
 
     def view(self, shares: Sequence[_Share], cp: int, cp_ranks: Sequence[int]) -> LocalView:
-        """What these context-parallel ranks hold of these shares."""
-        step, split = self.step, len(cp_ranks)
-        held_S = torch.from_numpy(np.concatenate([share.sample_S + share.start for share in shares]))
-        length_S = step.response_length_S[held_S]
-        at_T, count_S = ragged_positions(step.response_length_S, held_S), length_S
-        if cp > 1:
-            owner_T = torch.from_numpy(owner_of_tokens(step.total_length_S[held_S].numpy(), length_S.numpy(), cp))
-            sample_T = torch.repeat_interleave(torch.arange(held_S.numel()), length_S)
-            mine = [(owner_T == cp_rank).nonzero().flatten() for cp_rank in cp_ranks]
-            at_T = at_T[torch.cat(mine)]
-            count_S = torch.cat([torch.bincount(sample_T[mine_T], minlength=held_S.numel()) for mine_T in mine])
-        held_S = held_S.repeat(split)
+        """What these context-parallel ranks hold of these shares; it has the arrays of the step itself, as they stand, where
+        that is all of it in its order."""
+        step = self.step
+        held = np.concatenate([share.sample_S + share.start for share in shares])
+        is_everything = cp == 1 and np.array_equal(held, np.arange(step.num_samples))
+        held_S, at_T, count_S = torch.from_numpy(held), None, step.response_length_S
+        if not is_everything:
+            at_T, count_S = ragged_positions(step.response_length_S, held_S), step.response_length_S[held_S]
+            if cp > 1:
+                owner_T = torch.from_numpy(owner_of_tokens(step.total_length_S[held_S].numpy(), count_S.numpy(), cp))
+                sample_T = torch.repeat_interleave(torch.arange(held_S.numel()), count_S)
+                mine = [(owner_T == cp_rank).nonzero().flatten() for cp_rank in cp_ranks]
+                at_T = at_T[torch.cat(mine)]
+                count_S = torch.cat([torch.bincount(sample_T[mine_T], minlength=held_S.numel()) for mine_T in mine])
+                held_S = held_S.repeat(len(cp_ranks))
+
+        def of_samples(value_S: Tensor) -> Tensor:
+            return value_S if is_everything else value_S[held_S]
+
+        def of_tokens(value: Tensor | Spread) -> Tensor:
+            if at_T is None:
+                return value if isinstance(value, Tensor) else value.whole()
+            if isinstance(value, Tensor):
+                return value[at_T]
+            return value.at(at_T, torch.repeat_interleave(held_S, count_S, output_size=at_T.numel()))
+
         owners = [(cp_rank, share) for cp_rank in cp_ranks for share in shares]
         first = np.cumsum([0, *(share.num_micro_batches for _, share in owners)]).tolist()
         return LocalView(
@@ -136,18 +148,17 @@ class WholeStep:
             micro_batch_S=torch.from_numpy(
                 np.concatenate([share.micro_batch_S + start for (_, share), start in zip(owners, first, strict=False)])
             ),
-            sample_S=step.position_S[held_S],
-            local_raw_reward_S=None if step.reward_S is None else step.reward_S[held_S],
-            truncated_S=None if self.truncated_S is None else self.truncated_S[held_S],
-            response_length_S=step.response_length_S[held_S],
-            mask_sum_S=self.mask_sum_S[held_S],
-            rollout_share_S=self.share_S[held_S],
-            counted_S=torch.from_numpy(np.repeat([float(cp_rank == 0) for cp_rank in cp_ranks], held_S.numel() // split)),
+            sample_S=of_samples(step.position_S),
+            local_raw_reward_S=None if step.reward_S is None else of_samples(step.reward_S),
+            truncated_S=None if self.truncated_S is None else of_samples(self.truncated_S),
+            response_length_S=of_samples(step.response_length_S),
+            mask_sum_S=of_samples(self.mask_sum_S),
+            rollout_share_S=of_samples(self.share_S),
+            counted_S=torch.from_numpy(np.repeat([float(cp_rank == 0) for cp_rank in cp_ranks], held.size)),
             token_count_S=count_S,
-            tokens=_each_once(self.tokens, lambda value_T: value_T[at_T]),
-            weights=_each_once(self.weights, lambda weight: _taken(weight, at_T, held_S, count_S)),
-            sequences={name: value_S[held_S] for name, value_S in self.sequences.items()},
-            step_position_T=at_T,
+            tokens=_each_once(self.tokens, of_tokens),
+            weights=_each_once(self.weights, of_tokens),
+            sequences={name: of_samples(value_S) for name, value_S in self.sequences.items()},
         )
 
 
@@ -226,13 +237,6 @@ def _each_once(arrays: Mapping[str, Array], taken: Callable[[Array], Tensor]) ->
     found = {id(array): array for array in arrays.values()}
     made = {at: taken(array) for at, array in found.items()}
     return {name: made[id(array)] for name, array in arrays.items()}
-
-
-def _taken(weight: Tensor | Spread, at_T: Tensor, sample_S: Tensor, count_S: Tensor) -> Tensor:
-    """Weights at these flat positions: so many of each of these samples."""
-    if isinstance(weight, Tensor):
-        return weight[at_T]
-    return weight.at(at_T, torch.repeat_interleave(sample_S, count_S, output_size=at_T.numel()))
 
 
 def rollout_share(rollout_S: Tensor) -> Tensor:

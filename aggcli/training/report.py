@@ -132,7 +132,8 @@ class Reporter:
         mine_S = torch.isin(step.run_S, at_R)
         is_whole = bool(mine_S.all())
         mine_T = slice(None) if is_whole else torch.repeat_interleave(mine_S, step.response_length_S)
-        batch = _with_streams(step.select(mine_S.nonzero().flatten()), mine_T, given, found, with_kl=bool(objective.kl_coef))
+        mine = step if is_whole else step.select(mine_S.nonzero().flatten())
+        batch = _with_streams(mine, mine_T, given, found, with_kl=bool(objective.kl_coef))
         inputs = step_inputs(batch.derived(run_S=torch.searchsorted(at_R, batch.run_S)), objective, (), torch.float64)
         weights = {name: weight_T if is_whole else weight_T[mine_T] for name, weight_T in given.weights.items()}
         inputs = replace(inputs, weights=weights)

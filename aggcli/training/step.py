@@ -140,9 +140,9 @@ def step_gradient(
     gradient_RQ = policy.no_gradient()  # and so it stays of a rank without rows
     rows = _as_many(rows, policy)
     new_T = torch.zeros(2, step.loss_mask_T.numel(), dtype=torch.float64)
-    learns_S = has_gradient(step, given, objective)
     is_alone = given.old_log_probs_T is None and given.ref_log_probs_T is None
     fewest = policy.fewest_apart if is_alone else None  # else rows are read as they were: what has not moved is not apart
+    learns_S = None if fewest is None or step.num_samples < fewest else has_gradient(step, given, objective)
     for some in policy.passes():
         for part_RB, learns in [part for row_RB in rows for part in apart(row_RB[some.runs], learns_S, fewest)]:
             with nullcontext() if learns else torch.no_grad():
@@ -180,13 +180,15 @@ def has_gradient(step: RolloutBatch, given: StepTokens, objective: ObjectiveConf
     return step.count_S(moves_T) > 0
 
 
-def apart(row_RB: Tensor, learns_S: Tensor, fewest: int | None) -> list[tuple[Tensor, bool]]:
+def apart(row_RB: Tensor, learns_S: Tensor | None, fewest: int | None) -> list[tuple[Tensor, bool]]:
     """A micro-batch in two, whose second part no gradient comes from (False), where that has at least so many rows: as many
-    columns as the run with most rows that one comes from needs are the first."""
+    columns as the run with most rows that one comes from needs are the first. In one where it is not known which those are."""
+    if learns_S is None or fewest is None:
+        return [(row_RB, True)]
     is_row_RB = row_RB >= 0
     learns_RB = is_row_RB & learns_S[row_RB.clamp(min=0)]
     learning = int(learns_RB.sum(1).max())
-    if fewest is None or int((is_row_RB.sum(1) - learning).clamp(min=0).sum()) < fewest:
+    if int((is_row_RB.sum(1) - learning).clamp(min=0).sum()) < fewest:
         return [(row_RB, True)]
     ordered_RB = row_RB.gather(1, learns_RB.long().argsort(dim=1, descending=True, stable=True))
     first_RB, second_RB = ordered_RB[:, :learning], ordered_RB[:, learning:]
