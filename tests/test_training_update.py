@@ -105,13 +105,19 @@ def _adamw(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "penalties",
-    [{}, {"num_iterations": 1}, {"kl_coef": 0.3, "entropy_coef": 0.05}, {"kl_coef": 0.3, "kl_unbiased": True}],
-    ids=["plain", "one alone", "KL and entropy", "unbiased KL"],
+    "changes",
+    [
+        {},
+        {"num_iterations": 1},
+        {"micro_batch_size": 3},
+        {"kl_coef": 0.3, "entropy_coef": 0.05},
+        {"kl_coef": 0.3, "kl_unbiased": True},
+    ],
+    ids=["plain", "one alone", "micro-batches", "KL and entropy", "unbiased KL"],
 )
 @pytest.mark.parametrize("mode", few(MODES, fast=2))
-def test_three_sgd_updates_are_those_of_autograd_on_the_flat_formula(mode: str, penalties: dict[str, Any]) -> None:
-    setup = setup_of(**UPDATES | {"lr": 0.3} | penalties, optimizer="sgd", clip_grad=0.0, eps_clip=0.05, eps_clip_high=0.1)
+def test_three_sgd_updates_are_those_of_autograd_on_the_flat_formula(mode: str, changes: dict[str, Any]) -> None:
+    setup = setup_of(**UPDATES | {"lr": 0.3} | changes, optimizer="sgd", clip_grad=0.0, eps_clip=0.05, eps_clip_high=0.1)
     (run,) = runs_of(setup, (mode,))
     found_P, expected_P = _trained(setup, run), _by_hand(setup, run, _sgd(lr=0.3))
     assert (found_P - expected_P).abs().max() < 1e-10
@@ -315,7 +321,7 @@ class Table:
         found_1BC = self.table_1SC[:, tokens_RBL[0, :, 0], : max(int(length_RB.max()), 1)]
         return found_1BC, torch.zeros_like(found_1BC), None
 
-    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_first: bool = False, is_last: bool = True) -> None:
         gradient_RQ += torch.autograd.grad(loss, self.table_1SC)[0].flatten(1)
 
 

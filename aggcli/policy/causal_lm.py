@@ -252,11 +252,12 @@ class _OneRun:
             )
         return found[0][None], found[1][None], None
 
-    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_first: bool = False, is_last: bool = True) -> None:
         mine_Q, start, by = gradient_RQ[self.runs.start], 0, list(trained(self.module).values())
         with told_memory():
             for part in torch.autograd.grad(loss, by, retain_graph=not is_last, allow_unused=True, materialize_grads=True):
-                mine_Q[start : start + part.numel()].add_(part.flatten())
+                own_N = mine_Q[start : start + part.numel()]
+                own_N.copy_(part.flatten()) if is_first else own_N.add_(part.flatten())
                 start += part.numel()
 
 

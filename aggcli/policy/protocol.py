@@ -118,9 +118,10 @@ class Pass(Protocol):
         computed (None: all). Differentiable, unless gradients are switched off."""
         ...
 
-    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_first: bool = False, is_last: bool = True) -> None:
         """Add d loss / d parameters of these runs to their rows of the stack's gradient [R, Q]. `loss`: a weighted sum of what
-        `log_probs` has given, one number for all the runs; `is_last`: no further gradient is taken through the same ones.
+        `log_probs` has given, one number for all the runs; `is_first`: these rows are 0 yet; `is_last`: no further gradient is
+        taken through the same log-probabilities.
 
         Where parameters are cut into shards, the gradient is at once the sum of all ranks' losses."""
         ...

@@ -173,7 +173,7 @@ class _OneRun:
             log_prob_BC, entropy_BC, owned_BC = self.model.rows(_Asked(tokens_RBL[0], prompt_RB[0], length_RB[0]))
         return log_prob_BC[None], entropy_BC[None], None if owned_BC is None else owned_BC[None]
 
-    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_first: bool = False, is_last: bool = True) -> None:
         assert is_last
         with exchange(computes=True), told_memory():
             loss.backward()
@@ -181,7 +181,8 @@ class _OneRun:
         for value in self.model.trained.values():
             size = value.to_local().numel()
             if value.grad is not None:
-                mine_Q[start : start + size].add_(cast(DTensor, value.grad).to_local().flatten())
+                own_N, found_N = mine_Q[start : start + size], cast(DTensor, value.grad).to_local().flatten()
+                own_N.copy_(found_N) if is_first else own_N.add_(found_N)
                 value.grad = None
             start += size
 

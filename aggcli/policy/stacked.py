@@ -168,6 +168,10 @@ class _SomeRuns:
         device = self.parameters["head"].device
         return self.forward(self.parameters, tokens_RBL.to(device), prompt_RB.to(device), length_RB.to(device))
 
-    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_last: bool = True) -> None:
+    def add_gradient(self, loss: Tensor, gradient_RQ: Tensor, *, is_first: bool = False, is_last: bool = True) -> None:
         parts = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=not is_last)
-        gradient_RQ[self.runs].add_(torch.cat([part.flatten(1) for part in parts], 1))  # `+=` would write each number twice
+        own_RQ, flat = gradient_RQ[self.runs], [part.flatten(1) for part in parts]
+        if is_first:
+            torch.cat(flat, 1, out=own_RQ)
+        else:
+            own_RQ.add_(torch.cat(flat, 1))

@@ -144,13 +144,15 @@ def step_gradient(
     fewest = policy.fewest_apart if is_alone else None  # else rows are read as they were: what has not moved is not apart
     learns_S = None if fewest is None or step.num_samples < fewest else has_gradient(step, given, objective)
     for some in policy.passes():
+        is_first = True
         for part_RB, learns in [part for row_RB in rows for part in apart(row_RB[some.runs], learns_S, fewest)]:
             with nullcontext() if learns else torch.no_grad():
                 at, own_T, spread_T = read(some, step, tokens_SL, part_RB, policy.device)
             if learns:
                 loss = loss_of_rows(own_T, spread_T, at, step, given, objective, policy.device, sharing)
                 if loss.requires_grad:  # a token of these runs is in this micro-batch
-                    some.add_gradient(loss, gradient_RQ)
+                    some.add_gradient(loss, gradient_RQ, is_first=is_first)
+                    is_first = False
             new_T[0, at] = own_T.detach().double().cpu()
             new_T[1, at] = spread_T.detach().double().cpu()
     gradient_RQ = policy.summed(gradient_RQ, world)
