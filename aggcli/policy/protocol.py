@@ -71,7 +71,7 @@ def joined_runs(parts: list[Sampled], pad_id: int) -> Sampled:
 
 
 CONVERTED_AT_ONCE = 2**20
-"""Numbers whose norm is taken together in a wider type, of which torch makes a copy first."""
+"""Numbers whose norm is taken together, in a copy of a wider type."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,12 @@ class Shards:
 
     def norm(self, value_RQ: Tensor) -> Tensor:
         """The 2-norm of all numbers of each run, float64 [R]; of this rank's part, given by every rank."""
-        parts = [part for value_Q in value_RQ for part in value_Q.split(CONVERTED_AT_ONCE)]
-        norm = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
-        return self._joined(torch.linalg.vector_norm(norm.view(len(value_RQ), -1), dim=1))
+        held = torch.empty(min(value_RQ.shape[1], CONVERTED_AT_ONCE), dtype=torch.float64, device=value_RQ.device)
+        squares = []
+        for part in (part for value_Q in value_RQ for part in value_Q.split(CONVERTED_AT_ONCE)):
+            wide = held[: part.numel()].copy_(part)
+            squares.append(wide.dot(wide))
+        return self._joined(torch.stack(squares).view(len(value_RQ), -1).sum(1).sqrt())
 
     def _joined(self, norm_R: Tensor) -> Tensor:
         """The norm of all numbers, from that of each rank's part."""
