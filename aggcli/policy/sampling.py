@@ -310,7 +310,9 @@ class _Weights:
     @classmethod
     def of(cls, parameters: Parameters, config: PolicyConfig, temperature: float) -> _Weights:
         root, score = config.width**0.5, config.width * config.head_width**-0.5
-        embedding_LRVD = parameters["embedding"] + parameters["position"].transpose(0, 1).unsqueeze(2)
+        token_RVD, place_LR1D = parameters["embedding"], parameters["position"].transpose(0, 1).unsqueeze(2)
+        embedding_LRVD = token_RVD.new_empty(len(place_LR1D), *token_RVD.shape)  # else torch lays the sum out run by run
+        torch.add(token_RVD, place_LR1D, out=embedding_LRVD)
         layers = [tuple(parameters[f"layers.{layer}.{name}"] for name in BLOCK_WEIGHTS) for layer in range(config.layers)]
         head = parameters["head"] * (root / temperature)
         return cls(embedding_LRVD.flatten(1, 2), layers, head, head.new_full((config.head_width,), score), score, root)
