@@ -354,6 +354,6 @@ def matched_rates(setup: Setup, runs: Sequence[RunSpec], world: World) -> list[R
     size_R = trainer_of(setup, runs, world).first_update().tolist()
     base = {run.seed: size for run, size in reversed(list(zip(runs, size_R, strict=True)))}
     return [
-        dataclasses.replace(run, lr=run.lr * base[run.seed] / size) if size else run
+        dataclasses.replace(run, lr=run.lr * (base[run.seed] / size)) if size else run
         for run, size in zip(runs, size_R, strict=True)
     ]

@@ -54,24 +54,28 @@ class Optimizer:
         if training.clip_grad:
             shrink_R = (training.clip_grad / norm_R.clamp(min=1e-30)).clamp(max=1.0)
             gradient_RQ.mul_(shrink_R.to(gradient_RQ.dtype)[:, None])
-        for run, steps in enumerate(stepping):
-            if steps:
-                self._step(run, flat_RQ[run], gradient_RQ[run])
+        by_rate: dict[float, list[int]] = {}
+        for run in (run for run, steps in enumerate(stepping) if steps):
+            self.taken[run] += 1
+            rate = self.lr[run] * min(self.taken[run] / (training.lr_warmup_steps or 1), 1.0)
+            by_rate.setdefault(rate, []).append(run)
+        for rate, runs in by_rate.items():
+            self._update(runs, rate, flat_RQ, gradient_RQ)
 
-    def _step(self, run: int, flat_Q: Tensor, gradient_Q: Tensor) -> None:
+    def _update(self, runs: Sequence[int], rate: float, flat_RQ: Tensor, gradient_RQ: Tensor) -> None:
+        """Update these runs, whose next step is counted already, at one learning rate."""
         training = self.training
-        self.taken[run] += 1
-        rate = self.lr[run] * min(self.taken[run] / (training.lr_warmup_steps or 1), 1.0)
         if training.optimizer == "sgd":
-            flat_Q.mul_(1 - rate * training.weight_decay).sub_(rate * gradient_Q)
+            for run in runs:
+                flat_RQ[run].mul_(1 - rate * training.weight_decay).sub_(rate * gradient_RQ[run])
             return
         adamw(
-            [flat_Q],
-            [gradient_Q],
-            [self.mean_RQ[run]],
-            [self.square_RQ[run]],
+            [flat_RQ[run] for run in runs],
+            [gradient_RQ[run] for run in runs],
+            [self.mean_RQ[run] for run in runs],
+            [self.square_RQ[run] for run in runs],
             [],
-            [torch.tensor(float(self.taken[run] - 1), device=flat_Q.device)],  # which is counted up
+            [torch.tensor(float(self.taken[run] - 1), device=flat_RQ.device) for run in runs],  # which is counted up
             fused=True,
             amsgrad=False,
             beta1=training.adam_beta1,
