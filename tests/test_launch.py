@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,10 +25,10 @@ import pytest
 
 from aggcli import grid
 from aggcli.cli import live
-from aggcli.config import ObjectiveConfig
+from aggcli.config import ObjectiveConfig, settings_from
 from aggcli.errors import FAULT, RecordError, told
 from aggcli.interrupts import none_dropped
-from aggcli.jobs import training
+from aggcli.jobs import preparation, training
 from aggcli.jobs.listening import Progress
 from aggcli.launch import Launcher, Link, Outcome, ShareFailed, Work, processes
 from aggcli.launch.here import Here
@@ -40,7 +41,7 @@ from aggcli.training.report import RunReport
 from aggcli.training.stack import RunSpec
 from aggcli.world import ALONE
 from tests.cli import aggcli, completed, environment, records, refused, results_of, started
-from tests.fixtures import MODES
+from tests.fixtures import MODES, rules_named
 from tests.train_worker import flags
 
 FLAGS = flags(steps=None)
@@ -240,10 +241,19 @@ def _faults(rounds: int, link: Link) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_a_share_keeps_freed_memory_for_its_next_arrays() -> None:
+@pytest.mark.parametrize("keeps_freed", [True, False])
+def test_shares_keep_freed_memory_for_their_next_arrays_where_they_are_to(keeps_freed: bool) -> None:
     """Given back in every round they would be up to 48 MiB / 4 KiB = 12,288 pages in each."""
-    outcomes, _ = _outcomes(_faults, [8], Processes(1))
-    assert outcomes[0].result < 12_288
+    program = f"""
+from aggcli.launch import processes
+from tests.test_launch import _faults
+
+processes.warm_up((), keeps_freed={keeps_freed})
+(outcome,) = processes.Processes(1).run(_faults, [8], print)
+print(outcome.result)
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True)
+    assert (int(done.stdout) < 12_288) == keeps_freed
 
 
 def test_an_own_setting_of_kept_memory_stays_and_nothing_is_left_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,9 +264,17 @@ def test_an_own_setting_of_kept_memory_stays_and_nothing_is_left_in_the_environm
     begun_with: dict[str, str] = {}
     monkeypatch.setattr(processes.forkserver, "ensure_running", lambda: begun_with.update(os.environ))
     before = dict(os.environ)
-    processes.warm_up(())
+    processes.warm_up((), keeps_freed=True)
     assert (begun_with[trim], begun_with[mmap]) == ("4096", processes.KEPT_MEMORY[mmap])
     assert dict(os.environ) == before
+
+
+def test_the_shares_of_a_training_job_keep_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(processes, "warm_up", lambda modules, *, keeps_freed=False: asked.append(keeps_freed))
+    config = settings_from({"launcher": "processes"})
+    preparation.warm_up(training.TrainingRequest("compare", config, rules_named(MODES, config.objective), (0,)))
+    assert asked == [True]
 
 
 class _Interrupted:

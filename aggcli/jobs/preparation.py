@@ -60,7 +60,7 @@ class Begun:
 def warm_up(request: TrainingRequest) -> None:
     """Start what the shares will be forked from, where they may be."""
     if _forks(request):
-        processes.warm_up(IMPORTED)
+        processes.warm_up(IMPORTED, keeps_freed=True)
 
 
 def _forks(request: TrainingRequest) -> bool:

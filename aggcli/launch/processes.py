@@ -36,8 +36,9 @@ AT_ONCE = signal.SIGUSR1
 TURN = 0.2
 """Seconds after which the launcher looks whether it was told to stop."""
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20)}
-"""What has glibc keep up to so many freed bytes for the arrays of the next step, in pieces of up to so many: a share else gives
-them back in every step, and waits for pages of zeros again. Read where a process begins; others than glibc do not know them."""
+"""Has glibc keep arrays of up to so many bytes on the heap, and so many freed bytes at its end, for what comes next: a share
+that trains else gives them back in every step, and waits for pages of zeros again. Read where a process begins; no other C
+library knows them."""
 
 
 def can_fork_from_server() -> bool:
@@ -45,13 +46,14 @@ def can_fork_from_server() -> bool:
     return "forkserver" in multiprocessing.get_all_start_methods()
 
 
-def warm_up(modules: Sequence[str]) -> None:
-    """Start the server, which imports these modules while this process goes on with its own work; once is enough."""
+def warm_up(modules: Sequence[str], *, keeps_freed: bool = False) -> None:
+    """Start the server, which imports these modules while this process goes on with its own work; once is enough.
+    `keeps_freed`: with `KEPT_MEMORY`, for shares of many small arrays; those of large ones would only hold more."""
     multiprocessing.set_forkserver_preload(["aggcli.launch.server", *modules])
     resource_tracker.ensure_running()  # which unblocks SIGINT, so it must come first
     path = os.pathsep.join(folder for folder in sys.path if folder)  # which the server of Python 3.11 is not told otherwise
     own = {LAUNCHER: str(os.getpid()), FOLDER: util.get_temp_dir(), "PYTHONPATH": path}
-    own |= {name: value for name, value in KEPT_MEMORY.items() if name not in os.environ}
+    own |= {name: value for name, value in KEPT_MEMORY.items() if keeps_freed and name not in os.environ}
     before = {name: os.environ.get(name) for name in own}
     os.environ |= own
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # stays blocked in the server: Ctrl-C would end its imports
