@@ -65,23 +65,6 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path
     return {"replay": [replay], "trained": [write_trained(folder / "trained")]}
 
 
-@pytest.mark.parametrize("kind", ["png", "svg", "in a page"])
-def test_a_written_figure_stands_as_matplotlib_lays_it_out(
-    directories: dict[str, list[Path]], kind: str, tmp_path: Path
-) -> None:
-    twins = [all_figures(read_frames(directories["replay"]))[0] for _ in range(2)]
-    for (name, figure), twin in zip(twins[0].items(), twins[1].values(), strict=True):
-        before = [axes.get_position().bounds for axes in figure.axes]
-        with style.context():
-            twin.canvas.draw()
-        if kind == "in a page":
-            style.svg_text(figure)
-        else:
-            style.save(figure, tmp_path / f"{name}.{kind}")
-        positions = [axes.get_position().bounds for axes in figure.axes]
-        assert positions == [axes.get_position().bounds for axes in twin.axes] != before, name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", list(SIZES))
 @pytest.mark.parametrize("kind", ["replay", "trained"])

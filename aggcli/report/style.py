@@ -331,18 +331,9 @@ def save(figure: Figure, path: Path) -> None:
     kind = path.suffix.removeprefix(".")
     try:
         with context(), whole_file(path) as draft:
-            _lay_out(figure)
             figure.savefig(draft, format=kind, metadata=_UNDATED[kind])
     except OSError as error:
         raise RecordError(f"--output {path.parent}: {path.name} cannot be written ({error.strerror})") from error
-
-
-def _lay_out(figure: Figure) -> None:
-    """Lay a figure out for good: while it is saved, matplotlib would draw it once more to do so."""
-    if engine := figure.get_layout_engine():
-        engine.execute(figure)
-        with matplotlib.rc_context({"figure.constrained_layout.use": False}):
-            figure.set_layout_engine(None)
 
 
 def words_in(figure: Figure) -> str:
@@ -358,6 +349,5 @@ def svg_text(figure: Figure) -> str:
     """A figure as SVG with its words as text, so that they can be searched and copied; the same for the same figure."""
     buffer = io.StringIO()
     with context(), matplotlib.rc_context({"svg.fonttype": "none"}):
-        _lay_out(figure)
         figure.savefig(buffer, format="svg", metadata=_UNDATED["svg"])
     return buffer.getvalue()
