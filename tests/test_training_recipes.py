@@ -133,6 +133,12 @@ def test_after_one_sgd_step_matched_modes_have_updates_of_one_size(clip_grad: fl
     assert [run.lr for run in matched[:2]] == [0.1, 0.1]
 
 
+def test_the_rate_that_others_are_matched_to_is_the_one_that_was_set_to_the_bit() -> None:
+    setup = setup_of(optimizer="sgd", lr=0.1, match="grad-norm", steps=1)
+    matched = grid.matched_rates(setup, runs_of(setup, MODES[:1], range(12)), ALONE)
+    assert [run.lr for run in matched] == [0.1] * 12
+
+
 def test_matched_factors_are_printed_and_stand_in_the_manifests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--optimizer=sgd", "--lr=0.1", "--match=grad-norm", "--seeds=1", "--clip-grad=0", "--no-layout-records"]
     done = aggcli(capsys, "compare", *flags(steps=1), *more, "--output", tmp_path / "out")

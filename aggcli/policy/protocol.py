@@ -83,11 +83,11 @@ class Shards:
     def norm(self, value_RQ: Tensor) -> Tensor:
         """The 2-norm of all numbers of each run, float64 [R]; of this rank's part, given by every rank."""
         held = torch.empty(min(value_RQ.shape[1], CONVERTED_AT_ONCE), dtype=torch.float64, device=value_RQ.device)
-        squares = []
+        norms = []
         for part in (part for value_Q in value_RQ for part in value_Q.split(CONVERTED_AT_ONCE)):
             wide = held[: part.numel()].copy_(part)
-            squares.append(wide.dot(wide))
-        return self._joined(torch.stack(squares).view(len(value_RQ), -1).sum(1).sqrt())
+            norms.append(torch.linalg.vector_norm(wide))
+        return self._joined(torch.linalg.vector_norm(torch.stack(norms).view(len(value_RQ), -1), dim=1))
 
     def _joined(self, norm_R: Tensor) -> Tensor:
         """The norm of all numbers, from that of each rank's part."""

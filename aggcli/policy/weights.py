@@ -55,10 +55,11 @@ class Optimizer:
             shrink_R = (training.clip_grad / norm_R.clamp(min=1e-30)).clamp(max=1.0)
             gradient_RQ.mul_(shrink_R.to(gradient_RQ.dtype)[:, None])
         by_rate: dict[float, list[int]] = {}
-        for run in (run for run, steps in enumerate(stepping) if steps):
-            self.taken[run] += 1
-            rate = self.lr[run] * min(self.taken[run] / (training.lr_warmup_steps or 1), 1.0)
-            by_rate.setdefault(rate, []).append(run)
+        for run, steps in enumerate(stepping):
+            if steps:
+                self.taken[run] += 1
+                rate = self.lr[run] * min(self.taken[run] / (training.lr_warmup_steps or 1), 1.0)
+                by_rate.setdefault(rate, []).append(run)
         for rate, runs in by_rate.items():
             self._update(runs, rate, flat_RQ, gradient_RQ)
 

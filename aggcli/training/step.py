@@ -184,7 +184,8 @@ def has_gradient(step: RolloutBatch, given: StepTokens, objective: ObjectiveConf
 
 def apart(row_RB: Tensor, learns_S: Tensor | None, fewest: int | None) -> list[tuple[Tensor, bool]]:
     """A micro-batch in two, whose second part no gradient comes from (False), where that has at least so many rows: as many
-    columns as the run with most rows that one comes from needs are the first. In one where it is not known which those are."""
+    columns as the run with most rows that one comes from needs are the first. In one piece where `fewest` or `learns_S`, which
+    of the step's samples a gradient comes from, is None."""
     if learns_S is None or fewest is None:
         return [(row_RB, True)]
     is_row_RB = row_RB >= 0
