@@ -33,8 +33,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what layouts are apart at most is rounded to the nearest",
         "measurement/words.py",
-        "ROUND_CEILING)) if exact",
-        "None)) if exact",
+        "digits, ROUND_CEILING)",
+        "digits, None)",
+        ("tests/test_terminal.py",),
+    ),
+    Mutation(
+        "what a p cannot fall below is rounded to the nearest",
+        "measurement/words.py",
+        "digits, ROUND_FLOOR)",
+        "digits, None)",
         ("tests/test_terminal.py",),
     ),
     # -- checks and what is drawn --

@@ -195,6 +195,11 @@ def test_the_sign_flip_floor_is_said_with_its_seeds_and_drawn_patterns_are_not_c
     few = comparison(tmp_path / "few", {"sample_mean": [50, 51, 50, 52], "constant": [50, 50, 53]})
     out = flowing(printed(capsys, few, fit=False)[0])
     assert "Sign-flip: exact permutation p, uncorrected; it cannot fall below 0.25 with 3 seeds." in out
+    seven = comparison(
+        tmp_path / "seven", {"sample_mean": [50, 51, 50, 52, 50, 53, 51], "constant": [50, 50, 53, 51, 50, 52, 50]}
+    )
+    out = flowing(printed(capsys, seven, fit=False)[0])
+    assert "it cannot fall below 0.015 with 7 seeds or " in out, "2 / 2^7 is 0.0156"
     rows = [(mode, n) for mode, n in (("a", 15), ("b", 15))]
     many = [trained(tmp_path / "many", mode, seed, 3, right=40 + seed % 3) for mode, n in rows for seed in range(n)]
     out = flowing(printed(capsys, many, fit=False)[0])

@@ -96,3 +96,26 @@ def test_a_layout_without_a_loss_hides_nothing_of_the_others(
     assert "The layout changes nothing" not in alone
     with pytest.raises(NothingToDraw, match="1 of 1 comparison of layouts has no loss under one of the two"):
         layout_deviation(read_frames([lacks]))
+
+
+@pytest.mark.parametrize(("second", "said"), [(0.75, ("5.0e-01", "0.5")), (None, ("2.5e-01, 1 with a blank", "0.25"))])
+def test_a_comparison_with_a_blank_loss_is_counted_beside_the_largest_difference_of_the_others(
+    tmp_path: Path, second: float | None, said: tuple[str, str]
+) -> None:
+    run = write_run(tmp_path / "run", steps=[{"pg_loss": 0.25}] * 2, samples=False)
+    lines = list(read_lines(run / "layouts.jsonl"))
+    moved = iter([0.5, second])
+    lines = [{**line, "pg_loss": next(moved)} if line["layout"] == "dp4:balanced" else line for line in lines]
+    write_lines(run / "layouts.jsonl", lines)
+    (row,) = Page(report(run)).table("pg_loss of each layout")
+    assert (row["comparisons"], row["largest difference"]) == (("2", "2"), said)
+
+
+def test_where_every_comparison_has_a_blank_there_is_no_largest_difference(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", samples=False)
+    lines = [
+        {**line, "pg_loss": None if line["layout"] == "dp4:balanced" else 0.25} for line in read_lines(run / "layouts.jsonl")
+    ]
+    write_lines(run / "layouts.jsonl", lines)
+    (row,) = Page(report(run)).table("pg_loss of each layout")
+    assert row["largest difference"] == ("1 with a blank", None)

@@ -200,17 +200,17 @@ def test_the_reduced_markers_coincide_and_the_bars_of_the_ranks_end_there(tmp_pa
     assert figure.get_label() == "In every layout the ranks' shares add up to the same loss (step 0)"
 
 
-def test_a_layout_that_moves_the_loss_is_seen_in_the_marker_and_in_the_title(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("moved", "said"), [(0.5, "25"), (0.501, "26")])
+def test_a_layout_that_moves_the_loss_is_seen_in_the_marker_and_in_the_title(tmp_path: Path, moved: float, said: str) -> None:
     run = write_run(tmp_path / "run")
     lines = [layout(0, "sample_mean", name) for name in SHARES]
-    lines[1]["pg_loss"] = 0.5
+    lines[1]["pg_loss"] = moved
     write_lines(run / "layouts.jsonl", lines)
     figure = pg_loss_by_rank(read_frames([run]))
     axes = figure.axes[0]
-    assert [x for x, _ in points(axes)] == [0.25, 0.5]
-    assert "2 layouts, apart by up to 25 % of the absolute" in axes.get_title(loc="left").replace(
-        "\n", " "
-    )  # 0.25 over absolute terms of 1
+    assert [x for x, _ in points(axes)] == [0.25, moved]
+    title = axes.get_title(loc="left").replace("\n", " ")
+    assert f"2 layouts, apart by up to {said} % of the absolute" in title  # the absolute terms are 1
     assert figure.get_label() == "The layout changes the loss under sample_mean (step 0)"
 
 

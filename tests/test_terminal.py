@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from aggcli.config import ObjectiveConfig, SourceConfig
 from aggcli.jobs.listening import heard_by
 from aggcli.jobs.replay import MOST_NOTES, _say_notes
 from aggcli.measurement.inventory import inventory
-from aggcli.measurement.words import at_most, in_bytes, plural
+from aggcli.measurement.words import at_least, at_most, in_bytes, plural
 from aggcli.rollouts.batch import RecordedLayout, RecordedStep
 from aggcli.rollouts.sources import open_source
 from tests.cli import aggcli, write_jsonl
@@ -119,6 +120,17 @@ def test_bytes_are_told_in_powers_of_a_thousand() -> None:
 )
 def test_what_a_number_is_at_most_is_never_below_it(value: float, digits: int, said: float) -> None:
     assert at_most(value, digits) == said >= value
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(0.25, 0.25), (0.125, 0.12), (2 / 2**7, 0.015), (2 / 2**8, 0.0078), (9.99e-17, 9.9e-17), (0.0, 0.0)]
+)
+def test_what_a_number_is_at_least_is_never_above_it(value: float, said: float) -> None:
+    assert at_least(value, 2) == said <= value
+
+
+def test_infinity_is_at_most_and_at_least_itself() -> None:
+    assert at_most(math.inf, 2) == at_least(math.inf, 2) == math.inf
 
 
 @pytest.mark.parametrize(("left", "said"), [(1, "1 more note is left out"), (2, "2 more notes are left out")])

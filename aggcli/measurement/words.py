@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from decimal import ROUND_CEILING, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 AS_RECORDED = "varies as recorded"
 """Of a rule under audit: it varies with the recorded layout alone, which its framework cannot represent."""
@@ -48,8 +48,19 @@ def in_bytes(count: int) -> str:
 def at_most(value: float, digits: int) -> float:
     """A number of so many significant digits that `value`, not below 0, is at most: the next one up, or itself where it has no
     more."""
+    return _to_digits(value, digits, ROUND_CEILING)
+
+
+def at_least(value: float, digits: int) -> float:
+    """A number of so many significant digits that `value`, not below 0, is at least: the next one down, or itself."""
+    return _to_digits(value, digits, ROUND_FLOOR)
+
+
+def _to_digits(value: float, digits: int, rounding: str) -> float:
     exact = Decimal(repr(float(value)))
-    return float(exact.quantize(Decimal((0, (1,), exact.adjusted() + 1 - digits)), ROUND_CEILING)) if exact else 0.0
+    if not exact or not exact.is_finite():
+        return float(value)
+    return float(exact.quantize(Decimal((0, (1,), exact.adjusted() + 1 - digits)), rounding))
 
 
 def apart(a: float, b: float, size: float) -> str:

@@ -10,7 +10,7 @@ from rich.console import ConsoleRenderable
 from rich.table import Table
 
 from aggcli.analysis.answer import Answer
-from aggcli.measurement.words import AS_RECORDED, VARIES, listed, percent, short
+from aggcli.measurement.words import AS_RECORDED, VARIES, at_most, listed, percent, short
 from aggcli.report.blocks import BlockTable
 from aggcli.report.tables import answer_text, lines, policy_loss_in_words
 from aggcli.rules import recorded_rule
@@ -121,7 +121,7 @@ def _on_recorded(steps: Sequence[Step], rules: Sequence[str], more: str) -> str:
     few = listed(list(rules)) if len(rules) <= _FEW else _few(rules)
     changes = [one["deviation"] for rule in rules for one in _of(steps, rule)]
     worst = math.inf if any(change is None for change in changes) else max(changes)
-    by = f", by up to {percent(worst)}" if math.isfinite(worst) else ""
+    by = f", by up to {percent(at_most(worst, 3))}" if math.isfinite(worst) else ""
     vary = "varies" if len(rules) == 1 else "vary"
     which = f"{len(rules)} {more} {vary} ({few})" if more else f"{few} {vary}"
     whose = "its framework" if len(rules) == 1 else "their framework"

@@ -15,7 +15,7 @@ from aggcli.analysis.outcomes import COUNTED, OUTCOMES
 from aggcli.analysis.power import MOST_SEEDS
 from aggcli.analysis.statistics import CONFIDENCE, RESAMPLES
 from aggcli.analysis.units import LENGTH_UNITS
-from aggcli.measurement.words import listed, number, plural, signed
+from aggcli.measurement.words import at_least, listed, number, plural, signed
 from aggcli.report.blocks import BlockTable
 from aggcli.report.comparison_rows import NO_DIFFERENCE, Row, half_width, with_half_width
 from aggcli.report.escapes import in_csv, in_latex, in_markdown, visible
@@ -265,7 +265,7 @@ def _sign_flip(tested: Sequence[Row]) -> str:
     kind = "exact permutation p" if kinds == {True} else f"permutation p of {RESAMPLES} drawn sign patterns"
     if len(kinds) > 1:
         kind = f"permutation p, exact up to {int(math.log2(RESAMPLES))} seeds and of {RESAMPLES} drawn sign patterns above"
-    floors = [f"{floor:.2g} with {plural(n, 'seed')}" for floor, n in sorted(seeds.items())]
+    floors = [f"{at_least(floor, 2):g} with {plural(n, 'seed')}" for floor, n in sorted(seeds.items())]
     return f"Sign-flip: {kind}, uncorrected; it cannot fall below {listed(floors, 'or')}."
 
 

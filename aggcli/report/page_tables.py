@@ -184,8 +184,11 @@ def layout_tables(frames: Frames) -> list[Table]:
     body: list[list[Cell]] = []
     for name in dict.fromkeys(deviations["layout"]):
         own = numbers(rows(deviations, layout=name), "deviation")
-        equal, worst = int((own == 0).sum()), float(own.max())
-        shown = Number(worst, f"{worst:.1e}" if worst else "0") if math.isfinite(worst) else Number(None, "one is blank")
+        equal, known = int((own == 0).sum()), own[np.isfinite(own)]
+        worst = float(known.max()) if known.size else None
+        told = [] if worst is None else [f"{worst:.1e}" if worst else "0"]
+        told += [f"{own.size - known.size} with a blank"] if known.size < own.size else []
+        shown = Number(worst, ", ".join(told))
         body.append([str(name), Number(len(own), str(len(own))), Number(equal, str(equal)), shown])
     if not body:
         return []

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from aggcli.analysis.frames import Frames, numbers, rows, sizes
 from aggcli.analysis.tolerance import tolerance_of
-from aggcli.measurement.words import listed, plural
+from aggcli.measurement.words import at_most, listed, plural
 from aggcli.report import style
 from aggcli.report.base import NothingToDraw, grid, round_robin, runs_left_out
 from aggcli.report.rank_rows import Places, frame_rows, name_rows, of_step, places_of
@@ -119,7 +119,7 @@ def _difference_in_words(panel: _Panel) -> str:
         return f"{count}, not all of them with a loss"
     if most <= panel.limit:
         return f"the same in {count}, but for rounding ({most:.1e} of the absolute terms)"
-    return f"{count}, apart by up to {100 * most:.2g} % of the absolute terms"
+    return f"{count}, apart by up to {at_most(100 * most, 2):g} % of the absolute terms"
 
 
 # -- drawing --------------------------------------------------------------------------------------------------------

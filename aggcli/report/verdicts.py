@@ -9,7 +9,7 @@ from aggcli.analysis.comparison import Comparison
 from aggcli.analysis.frames import Frames, numbers, rows
 from aggcli.analysis.recorded import what_no_mode_changes
 from aggcli.analysis.tolerance import tolerance_of
-from aggcli.measurement.words import at_most, listed, plural
+from aggcli.measurement.words import at_least, at_most, listed, plural
 from aggcli.report.findings import Findings
 from aggcli.report.layout_deviation import layout_deviations
 
@@ -58,7 +58,9 @@ def uncertainty(findings: Findings) -> list[str]:
         said.append("No difference shown does not mean that there is none: the intervals say how large it may still be.")
     floor = _floor(findings.comparison)
     if floor is not None and floor > 0.05:
-        said.append(f"So few seeds cannot be significant by signs alone: the sign-flip p cannot fall below {floor:.2g}.")
+        said.append(
+            f"So few seeds cannot be significant by signs alone: the sign-flip p cannot fall below {at_least(floor, 2):g}."
+        )
     return said
 
 
@@ -75,7 +77,9 @@ def _uncertainty_of_others(findings: Findings, comparison: Comparison) -> list[s
         said.append("No difference shown does not mean that there is none: the intervals say how large it may still be.")
     floor = _floor(comparison)
     if floor is not None and floor > 0.05:
-        said.append(f"So few seeds cannot be significant by signs alone: the sign-flip p cannot fall below {floor:.2g}.")
+        said.append(
+            f"So few seeds cannot be significant by signs alone: the sign-flip p cannot fall below {at_least(floor, 2):g}."
+        )
     return said
 
 
