@@ -139,7 +139,7 @@ def measured(folder: Path, count: int, tokens: int) -> int:
     )
     start = {place: replayed(small, place, folder / f"start {place}").reader for place in PLACES}
     faults: list[str] = []
-    for place, number in [*((place, FEW) for place in PLACES), ("2 processes", count)]:
+    for place, number in dict.fromkeys([*((place, FEW) for place in PLACES), ("2 processes", count)]):
         output = folder / f"{number} {place}"
         used = replayed(files[:number], place, output)
         beyond = used.reader - start[place]
