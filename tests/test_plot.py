@@ -200,7 +200,7 @@ def test_the_reduced_markers_coincide_and_the_bars_of_the_ranks_end_there(tmp_pa
     assert figure.get_label() == "In every layout the ranks' shares add up to the same loss (step 0)"
 
 
-@pytest.mark.parametrize(("moved", "said"), [(0.5, "25"), (0.501, "26")])
+@pytest.mark.parametrize(("moved", "said"), [(0.5, "25"), (0.501, "26"), (0.39, "14")])
 def test_a_layout_that_moves_the_loss_is_seen_in_the_marker_and_in_the_title(tmp_path: Path, moved: float, said: str) -> None:
     run = write_run(tmp_path / "run")
     lines = [layout(0, "sample_mean", name) for name in SHARES]

@@ -96,7 +96,7 @@ def bent_p_value(C: Floats, R: Floats, squares: float, start: float | None) -> f
 
     def left_over(log_B: ArrayLike) -> Floats:
         powered = (C / C[-1]) ** np.exp(np.asarray(log_B))[..., None]
-        column = powered - powered.mean(-1, keepdims=True) if start is None else powered  # of means, R_0 solves the rest
+        column = powered - powered.mean(-1, keepdims=True) if start is None else powered  # R_0 makes up for its mean
         k = (column @ target) / np.maximum((column * column).sum(-1), 1e-300)
         return ((target - k[..., None] * column) ** 2).sum(-1)
 

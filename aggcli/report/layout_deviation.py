@@ -68,7 +68,7 @@ def layout_deviation(frames: Frames) -> Figure:
         reference = listed(list(dict.fromkeys(drawn["reference"])), "or")
         _frame(axes, names, numbers(drawn, "deviation"), reference)
         style.legend_below(figure, axes, note=_left_out(found, rounding, limit_of))
-        largest = f"{at_most(100 * float(numbers(drawn, 'deviation').max()), 2):g} % of its absolute terms"
+        largest = f"{100 * at_most(numbers(drawn, 'deviation').max(), 2):g} % of its absolute terms"
         modes = [look.mode for look in looks]
         told = [*modes[:_MOST_NAMES], *([f"{len(modes) - _MOST_NAMES} others"] if len(modes) > _MOST_NAMES else [])]
         style.title(figure, f"Against {reference}, other layouts change the loss under {listed(told)} by up to {largest}")

@@ -119,7 +119,7 @@ def _difference_in_words(panel: _Panel) -> str:
         return f"{count}, not all of them with a loss"
     if most <= panel.limit:
         return f"the same in {count}, but for rounding ({most:.1e} of the absolute terms)"
-    return f"{count}, apart by up to {at_most(100 * most, 2):g} % of the absolute terms"
+    return f"{count}, apart by up to {100 * at_most(most, 2):g} % of the absolute terms"
 
 
 # -- drawing --------------------------------------------------------------------------------------------------------

@@ -54,14 +54,7 @@ def uncertainty(findings: Findings) -> list[str]:
         "Differences are paired by seed; brackets are 95 % intervals, each for itself; p is the paired t-test's, corrected by"
         " Holm over all outcomes and modes."
     )
-    if not any(ranking.shown for ranking in findings.verdict.rankings):
-        said.append("No difference shown does not mean that there is none: the intervals say how large it may still be.")
-    floor = _floor(findings.comparison)
-    if floor is not None and floor > 0.05:
-        said.append(
-            f"So few seeds cannot be significant by signs alone: the sign-flip p cannot fall below {at_least(floor, 2):g}."
-        )
-    return said
+    return said + _what_may_be_missed(findings, findings.comparison)
 
 
 def _uncertainty_of_others(findings: Findings, comparison: Comparison) -> list[str]:
@@ -73,6 +66,11 @@ def _uncertainty_of_others(findings: Findings, comparison: Comparison) -> list[s
     else:
         how = "Runs are not paired: a difference is of the means of two arms; its interval and p are of Welch's t-test"
     said.append(f"{how}, p corrected by Holm over all outcomes and arms; brackets are 95 % intervals, each for itself.")
+    return said + _what_may_be_missed(findings, comparison)
+
+
+def _what_may_be_missed(findings: Findings, comparison: Comparison) -> list[str]:
+    said = []
     if not any(ranking.shown for ranking in findings.verdict.rankings):
         said.append("No difference shown does not mean that there is none: the intervals say how large it may still be.")
     floor = _floor(comparison)
