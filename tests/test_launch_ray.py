@@ -47,6 +47,7 @@ def test_an_address_where_no_ray_is_is_refused_at_once_in_one_line(
         wanted = address.format(taken.getsockname()[1])
         said = refused(aggcli(capsys, *ON_RAY, f"--ray-address={wanted}", "--output", tmp_path / "out"))
     assert said == f"aggcli: --ray-address {wanted}: {named}"
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_address_is_that_of_the_environment_where_none_is_given(

@@ -262,8 +262,8 @@ def _train(request: TrainingRequest, world: World, beside: threading.Thread) -> 
     request, limit = job.request, job.response_limit
     was_there = request.output is not None and request.output.exists()
     directory = recording.directory_of(request, world)
-    launcher, count = _place(job, world, recording.shares_before(directory) if request.resume else None)
     with ownership.not_left_empty(None if was_there else directory):
+        launcher, count = _place(job, world, recording.shares_before(directory) if request.resume else None)
         begin = begun(job, directory, count, world)
         stack = recording.Stack(request, limit, job.device, job.threads, begin.runs, directory, count)
         with stack.recorded(world) as manifest:
